@@ -1,0 +1,1 @@
+"""jaxtrl: post-training of Qwen3 language models in JAX/Flax."""
