@@ -1,0 +1,203 @@
+"""Checkpoints of a training run: written in the background by Orbax, complete or absent, checked before they are read.
+
+A checkpoint is the folder `OUTPUT_DIR/checkpoint-STEP` with the items `state` (arrays) and `metadata` (JSON,
+the file metadata/trainer_state.json). Orbax writes it under a temporary name and renames it when everything is on disk, so a folder of this name is complete, and
+what a killed run left behind has another name.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+NAME = re.compile(r"checkpoint-(\d+)$")
+TEMPORARY = ocp.utils.TMP_DIR_SUFFIX
+REMOVED = ".removed"  # a checkpoint on its way out: renamed first, so that a half deleted folder never counts as one
+State = TypeVar("State")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, incomplete, or does not fit the run that asks for it."""
+
+
+def find_checkpoints(folder: str | Path) -> list[Path]:
+    """Complete checkpoints directly in `folder`, oldest step first."""
+    found = [(int(match[1]), path) for path in Path(folder).glob("checkpoint-*") if (match := NAME.match(path.name))]
+    return [path for _, path in sorted(found) if _is_complete(path)]
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / "_CHECKPOINT_METADATA").is_file() and (path / "metadata").is_dir() and (path / "state").is_dir()
+
+
+def remove_leftovers(folder: str | Path) -> list[str]:
+    """Delete what a killed run left in `folder`: half-written and half-deleted checkpoints. Returns their names."""
+    leftovers = [
+        path
+        for path in Path(folder).glob("checkpoint-*")
+        if path.name.endswith(REMOVED) or TEMPORARY in path.name
+    ]
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in leftovers]
+
+
+class CheckpointWriter:
+    """Writes `checkpoint-STEP` folders into one folder, in the background, one at a time.
+
+    `limit` keeps that many of the newest checkpoints *of this run* (None: all); older ones are deleted once a newer one
+    is complete. The step given as `keep` is never deleted. Checkpoints of other runs in the folder are left alone.
+    """
+
+    def __init__(self, folder: str | Path, limit: int | None = None, steps: tuple[int, ...] = ()):
+        if limit is not None and limit < 1:
+            raise ValueError(f"save_total_limit must be at least 1, got {limit}.")
+        self.folder = Path(folder).absolute()
+        self.limit = limit
+        self._steps = list(steps)  # complete or being written, oldest first
+        self._keep: int | None = None
+        options = ocp.AsyncOptions(post_finalization_callback=self._delete_old)
+        self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step}"
+
+    def save(self, step: int, state: Any, metadata: dict[str, Any], keep: int | None = None) -> Path:
+        """Start to write `state` (a pytree of arrays) and `metadata` (JSON values); returns when the state is copied.
+
+        The arrays may be donated to the next step afterwards. Waits for the write before it, and raises its error.
+        """
+        self.wait()
+        json.dumps(metadata)  # fails here, in the caller's thread, when a value is not JSON
+        path = self.path(step)
+        if path.exists():
+            _remove(path)
+        self._keep = keep
+        self._steps = [*(s for s in self._steps if s != step), step]
+        items = {"state": ocp.args.StandardSave(_nested(state)), "metadata": ocp.args.JsonSave(metadata)}
+        self._orbax.save(path, args=ocp.args.Composite(**items))
+        return path
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is complete; raises what went wrong in the background."""
+        self._orbax.wait_until_finished()
+
+    def close(self) -> None:
+        self.wait()
+        self._orbax.close()
+
+    def _delete_old(self) -> None:
+        """Runs in the background, after a checkpoint has been completed."""
+        if self.limit is None:
+            return
+        old = [step for step in self._steps[: -self.limit] if step != self._keep]
+        for step in old:
+            self._steps.remove(step)
+            _remove(self.path(step))
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint so that it is complete at one moment and has another name at the next."""
+    doomed = path.with_name(path.name + REMOVED)
+    shutil.rmtree(doomed, ignore_errors=True)
+    if path.exists():
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """The JSON that was saved with the checkpoint. Raises CheckpointError where there is no complete checkpoint."""
+    path = _check_complete(path)
+    with _reading(path) as orbax:
+        return orbax.restore(path, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())).metadata
+
+
+def restore(path: str | Path, like: State) -> State:
+    """The state saved in `path`, with the structure of `like` (arrays or jax.ShapeDtypeStruct, with sharding or not).
+
+    Orbax would cast silently (int32 16777217 to float32 16777216), so names, shapes and dtypes are compared first: any
+    difference, a missing and an extra array included, raises CheckpointError.
+    """
+    path = _check_complete(path)
+    with _reading(path) as orbax:
+        stored = orbax.metadata(path).item_metadata["state"].tree
+        wanted = _flat(like)
+        _compare(path, _flat(stored), wanted)
+        target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in wanted.items()}
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(_nest(target)))
+        restored = _flat(orbax.restore(path, args=arguments).state)
+    return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
+
+
+def _handler() -> ocp.CompositeCheckpointHandler:
+    return ocp.CompositeCheckpointHandler(
+        state=ocp.StandardCheckpointHandler(), metadata=ocp.JsonCheckpointHandler(filename="trainer_state.json")
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[ocp.Checkpointer]:
+    """An Orbax reader whose errors (a file missing inside, a damaged one) name the checkpoint."""
+    try:
+        with ocp.Checkpointer(_handler()) as orbax:
+            yield orbax
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise CheckpointError(f"{path} is damaged and cannot be read ({reason}); use another checkpoint.") from error
+
+
+def _check_complete(path: str | Path) -> Path:
+    path = Path(path).absolute()
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {path}; give a folder named checkpoint-STEP.")
+    if not _is_complete(path):
+        raise CheckpointError(f"{path} is not a complete checkpoint: it lacks its state or its metadata; use another.")
+    return path
+
+
+def _compare(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    def text(x: Any) -> str:
+        return "absent" if x is None else f"{x.dtype}{list(x.shape)}"
+
+    different = [name for name in {**wanted, **stored} if text(stored.get(name)) != text(wanted.get(name))]
+    if different:
+        name = different[0]
+        raise CheckpointError(
+            f"{path} does not fit this run: {name} is {text(stored.get(name))} in the checkpoint and "
+            f"{text(wanted.get(name))} here ({len(different)} of {len(wanted)} arrays differ); "
+            "use the model, optimizer and dtypes that the checkpoint was saved with."
+        )
+
+
+def _sharding(x: Any) -> Any:
+    return getattr(x, "sharding", None)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """'params/layers/...' -> leaf, in tree order; one naming for dicts, named tuples and dataclasses."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _nested(tree: Any) -> dict[str, Any]:
+    """The same leaves as plain nested dicts, which anyone can read with Orbax alone."""
+    return _nest(_flat(tree))
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        *parents, last = name.split("/")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return nested
