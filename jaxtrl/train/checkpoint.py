@@ -39,9 +39,7 @@ def _is_complete(path: Path) -> bool:
 def remove_leftovers(folder: str | Path) -> list[str]:
     """Delete what a killed run left in `folder`: half-written and half-deleted checkpoints. Returns their names."""
     leftovers = [
-        path
-        for path in Path(folder).glob("checkpoint-*")
-        if path.name.endswith(REMOVED) or TEMPORARY in path.name
+        path for path in Path(folder).glob("checkpoint-*") if path.name.endswith(REMOVED) or TEMPORARY in path.name
     ]
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
