@@ -1,7 +1,7 @@
 """The persistent compile cache: the second run of the same job loads its programs instead of compiling them.
 
-On Neuron it is the compiler's own cache (NEURON_COMPILE_CACHE_URL); elsewhere JAX's persistent cache, which has crashed on
-Neuron and stays off there.
+On Neuron it is the compiler's own cache (NEURON_COMPILE_CACHE_URL); elsewhere JAX's persistent cache, which has crashed
+on Neuron and stays off there.
 """
 
 import os
@@ -25,9 +25,9 @@ def default_folder() -> Path:
 def enable_compile_cache(setting: str = "auto", backend: str | None = None) -> str | None:
     """Turn the cache on or off for this process. Returns where it is, or None when it is off.
 
-    `setting`: "auto" (JAX_COMPILATION_CACHE_DIR or NEURON_COMPILE_CACHE_URL where set, else the user's cache folder; on
-    Neuron the compiler's default place), "off", or a folder (on Neuron also an s3:// address). Raises ValueError where a
-    given folder cannot be written; without a writable home folder, "auto" means off.
+    `setting`: "auto" (JAX_COMPILATION_CACHE_DIR or NEURON_COMPILE_CACHE_URL where set, else the user's cache folder;
+    on Neuron the compiler's default place), "off", or a folder (on Neuron also an s3:// address). Raises ValueError
+    where a given folder cannot be written; without a writable home folder, "auto" means off.
     """
     if (backend or jax.default_backend()) == "neuron":
         return _enable_neuron(setting)
@@ -35,7 +35,7 @@ def enable_compile_cache(setting: str = "auto", backend: str | None = None) -> s
     if setting.lower() in OFF:
         return _use(None)
     if setting == "auto":
-        folder = jax.config.jax_compilation_cache_dir or str(default_folder())
+        folder = _jax_folder() or str(default_folder())
         return _use(folder if _is_writable(folder) else None)
     if not _is_writable(setting):
         raise ValueError(f"The compile cache {setting} cannot be written: give another folder, or off.")
@@ -55,13 +55,17 @@ def _enable_neuron(setting: str) -> str | None:
 
 def _use(folder: str | None) -> str | None:
     jax.config.update("jax_enable_compilation_cache", folder is not None)
-    if folder is not None and folder != jax.config.jax_compilation_cache_dir:
+    if folder is not None and folder != _jax_folder():
         jax.config.update("jax_compilation_cache_dir", folder)
     if folder is not None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # JAX decides at its first compile whether there is a cache; decide again
     return folder
+
+
+def _jax_folder() -> str | None:
+    return getattr(jax.config, "jax_compilation_cache_dir", None)
 
 
 def _is_writable(folder: str) -> bool:

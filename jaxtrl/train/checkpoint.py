@@ -1,8 +1,8 @@
 """Checkpoints of a training run: written in the background by Orbax, complete or absent, checked before they are read.
 
-A checkpoint is the folder `OUTPUT_DIR/checkpoint-STEP` with the items `state` (arrays) and `metadata` (JSON,
-the file metadata/trainer_state.json). Orbax writes it under a temporary name and renames it when everything is on disk, so a folder of this name is complete, and
-what a killed run left behind has another name.
+A checkpoint is the folder `OUTPUT_DIR/checkpoint-STEP` with the items `state` (arrays) and `metadata` (the file
+metadata/trainer_state.json). Orbax writes it under a temporary name and renames it when everything is on disk, so a
+folder of this name is complete, and what a killed run left behind has another name.
 """
 
 import json

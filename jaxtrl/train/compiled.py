@@ -13,7 +13,7 @@ from jaxtrl.hardware.compile_cache import cache_hits
 
 
 class Program(NamedTuple):
-    """One compiled program: its kind ("train", "eval", ...), shape class, seconds of waiting, and where it came from."""
+    """One compiled program: its kind ("train", "eval", ...), its shape class, and what it took."""
 
     kind: str
     shape: Hashable

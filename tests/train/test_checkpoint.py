@@ -166,7 +166,7 @@ def test_the_same_step_is_written_anew(tmp_path):
 
 def test_missing_and_damaged_checkpoints_are_named(tmp_path):
     state = make_state()
-    with pytest.raises(CheckpointError, match="There is no checkpoint at .*checkpoint-9"):
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint at .*checkpoint-9"):
         restore(tmp_path / "checkpoint-9", state)
     (tmp_path / "checkpoint-8").mkdir()
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
