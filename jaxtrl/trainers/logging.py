@@ -1,0 +1,196 @@
+"""Where metrics go: metrics.jsonl always, trackers on request, and the terminal."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Metrics = Mapping[str, float | int | str]
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per log with its `step`, written through at once.
+
+    A new run starts a new file. A run resumed at `resume_step` keeps the lines up to that step and drops what the
+    killed run had logged after it (and a line cut short by the kill), so that no step stands there twice.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [] if resume_step is None or not self.path.exists() else _lines_until(self.path, resume_step)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break  # cut short: the last thing that the killed run wrote
+        if record["step"] <= step and "train_runtime" not in record and line.endswith("\n"):
+            kept.append(line)
+    return kept
+
+
+class _TensorBoard:
+    def __init__(self, module: Any, folder: Path, resume_step: int | None):
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = module.SummaryWriter(str(folder / "runs"), purge_step=purge)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for name, value in _grouped(metrics).items():
+            if not isinstance(value, str):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Run:
+    """wandb and trackio, whose calls are the same."""
+
+    def __init__(self, module: Any, project: str, name: str, config: dict[str, Any]):
+        self._module = module
+        module.init(project=project, name=name, config=config)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._module.log(_grouped(metrics), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+Tracker: TypeAlias = _TensorBoard | _Run
+
+
+def _grouped(metrics: Metrics) -> dict[str, float | int | str]:
+    """Transformers' names in trackers: eval_loss -> eval/loss, loss -> train/loss."""
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in metrics.items()
+    }
+
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raises ValueError, before anything is trained, where the package of a tracker is not installed."""
+    for name in names:
+        _import(name)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(_PACKAGES[name])
+    except ImportError as error:
+        raise ValueError(
+            f"report_to names {name}, but the package {_PACKAGES[name]} cannot be imported ({error}): "
+            f"pip install 'jaxtrl[{name}]'."
+        ) from None
+
+
+def open_trackers(
+    names: Iterable[str],
+    *,
+    folder: Path,
+    run_name: str,
+    project: str,
+    config: dict[str, Any],
+    resume_step: int | None = None,
+) -> list[Tracker]:
+    """Start the trackers that `report_to` names. Only these packages are imported."""
+    trackers: list[Tracker] = []
+    for name in names:
+        module = _import(name)
+        if name == "tensorboard":
+            trackers.append(_TensorBoard(module, folder, resume_step))
+        else:
+            chosen = os.environ.get("WANDB_PROJECT", project) if name == "wandb" else project
+            trackers.append(_Run(module, chosen, run_name, config))
+    return trackers
+
+
+class Display:
+    """The terminal: a progress bar with loss, tokens/s and time left, or plain lines where there is no terminal.
+
+    `bar`: None draws the bar on a terminal only; True and False decide.
+    """
+
+    SHOWN = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "tokens_per_second")
+
+    def __init__(self, bar: bool | None = None, file: Any = None):
+        self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+        self._bar_wanted = self._console.is_terminal if bar is None else bar
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._total = 0
+
+    def say(self, text: str) -> None:
+        """A line of text (above the bar)."""
+        self._console.print(text, markup=False)
+
+    def start(self, total: int, done: int) -> None:
+        self._total = total
+        if self._bar_wanted:
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            text = TextColumn("{task.description}")
+            self._progress = Progress(*columns, text, console=self._console, speed_estimate_period=600)
+            self._task = self._progress.add_task("", total=total, completed=done)
+            self._progress.start()
+
+    def step(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def log(self, metrics: Metrics, step: int, seconds_left: float | None = None) -> None:
+        """One line per log; the bar shows the newest loss and speed besides."""
+        evaluated = [name for name in metrics if name.startswith("eval_")]
+        shown = [name for name in (evaluated or self.SHOWN) if name in metrics]
+        words = [f"{_short(name)} {_number(metrics[name])}" for name in shown]
+        if seconds_left is not None and self._progress is None:
+            words.append(f"left {_clock(seconds_left)}")
+        self.say(f"step {step}/{self._total}  " + "  ".join(words))
+        if self._progress is not None and "loss" in metrics:
+            text = f"loss {_number(metrics['loss'])}  {_number(metrics.get('tokens_per_second', 0))} tokens/s"
+            self._progress.update(self._task, description=text)
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _short(name: str) -> str:
+    return {"tokens_per_second": "tokens/s", "learning_rate": "lr", "mean_token_accuracy": "accuracy"}.get(name, name)
+
+
+def _number(value: float | int | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

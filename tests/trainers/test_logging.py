@@ -1,0 +1,138 @@
+"""Metrics: the file that survives kills, trackers that are imported on request only, the terminal."""
+
+import io
+import json
+import sys
+import types
+
+import pytest
+
+from jaxtrl.trainers.logging import Display, MetricsFile, check_trackers, open_trackers
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_line_is_on_disk_when_log_returns(tmp_path):
+    file = MetricsFile(tmp_path / "out" / "metrics.jsonl")
+    file.log({"loss": 0.1 + 0.2}, 1)
+    assert lines(tmp_path / "out" / "metrics.jsonl") == [{"step": 1, "loss": 0.1 + 0.2}]
+    file.close()
+
+
+def test_a_new_run_starts_a_new_file_and_a_resumed_one_has_no_duplicates(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 99, "loss": 1}\n')
+    file = MetricsFile(path)
+    for step in (1, 2, 3, 4):
+        file.log({"loss": float(step)}, step)
+    file.log({"eval_loss": 2.0}, 2)
+    file.log({"train_runtime": 2.0}, 2)
+    file.close()
+    with path.open("a") as handle:
+        handle.write('{"step": 2, "lo')  # cut short by the kill
+    resumed = MetricsFile(path, resume_step=2)
+    resumed.log({"loss": 3.0}, 3)
+    resumed.close()
+    assert lines(path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "eval_loss": 2.0},
+        {"step": 3, "loss": 3.0},
+    ]
+
+
+def test_resuming_without_a_file_starts_one(tmp_path):
+    MetricsFile(tmp_path / "metrics.jsonl", resume_step=5).close()
+    assert lines(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_tracker_is_one_sentence(name, monkeypatch):
+    package = {"tensorboard": "tensorboardX"}.get(name, name)
+    monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
+    with pytest.raises(ValueError, match=rf"report_to names {name}, .*pip install 'jaxtrl\[{name}\]'"):
+        check_trackers([name])
+
+
+class FakeRun(types.ModuleType):
+    def __init__(self):
+        super().__init__("fake")
+        self.calls = []
+
+    def init(self, **kwargs):
+        self.calls.append(("init", kwargs))
+
+    def log(self, metrics, step):
+        self.calls.append(("log", metrics, step))
+
+    def finish(self):
+        self.calls.append(("finish",))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_runs_get_config_and_grouped_names(name, tmp_path, monkeypatch):
+    module = FakeRun()
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    (tracker,) = open_trackers([name], folder=tmp_path, run_name="r", project="p", config={"a": 1})
+    tracker.log({"loss": 1.0, "eval_loss": 2.0}, 3)
+    tracker.close()
+    assert module.calls == [
+        ("init", {"project": "p", "name": "r", "config": {"a": 1}}),
+        ("log", {"train/loss": 1.0, "eval/loss": 2.0}, 3),
+        ("finish",),
+    ]
+
+
+def test_tensorboard_purges_what_the_killed_run_logged(tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, *args):
+            calls.append(args)
+
+        def flush(self):
+            pass
+
+        def close(self):
+            pass
+
+    module = types.ModuleType("tensorboardX")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    (tracker,) = open_trackers(["tensorboard"], folder=tmp_path, run_name="r", project="p", config={}, resume_step=4)
+    tracker.log({"loss": 1.0, "note": "text"}, 5)
+    tracker.close()
+    assert calls == [(str(tmp_path / "runs"), 5), ("train/loss", 1.0, 5)]
+
+
+def test_plain_lines_without_a_terminal():
+    out = io.StringIO()
+    display = Display(file=out)
+    display.start(20, 0)
+    display.step(10)
+    display.log({"loss": 1.23456, "tokens_per_second": 12345.6, "epoch": 0.5}, 10, seconds_left=61.2)
+    display.log({"eval_loss": 2.0, "epoch": 0.5}, 10)
+    display.stop()
+    assert out.getvalue().splitlines() == [
+        "step 10/20  loss 1.235  tokens/s 12346  left 1:01",
+        "step 10/20  eval_loss 2",
+    ]
+
+
+def test_the_bar_shows_loss_speed_and_time_left():
+    out = io.StringIO()
+    display = Display(bar=True, file=out)
+    display._console._force_terminal = True
+    display.start(20, 5)
+    display.step(10)
+    display.log({"loss": 1.5, "tokens_per_second": 200.0}, 10)
+    display.stop()
+    text = out.getvalue()
+    assert "10/20" in text
+    assert "loss 1.5  200 tokens/s" in text
