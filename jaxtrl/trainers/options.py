@@ -26,7 +26,7 @@ def option(
     *,
     group: str,
     choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
+    minimum: int | None = None,
     positional: bool = False,
 ) -> Any:
     """A dataclass field for one option; `minimum` is inclusive, `choices` are the texts that are accepted."""
@@ -90,11 +90,11 @@ def _to_text(value: Any) -> str:
 
 
 # In the order in which the members of a union are tried, with the words of the error message.
-_CONVERTERS: dict[type, tuple[Callable[[Any], Any], str]] = {
+CONVERTERS: dict[type, tuple[Callable[[Any], Any], str]] = {
     bool: (_to_bool, "true or false"),
     int: (_to_int, "a whole number"),
     float: (_to_float, "a number"),
-    dict: (_to_dict, "a mapping (JSON on the command line)"),
+    dict: (_to_dict, "a mapping (JSON text)"),
     list: (_to_list, "a list of names"),
     str: (_to_text, "a text"),
     types.NoneType: (_to_none, "none"),
@@ -122,14 +122,14 @@ def convert(cls: type, name: str, value: Any) -> Any:
     members = member_types(hints(cls)[name])
     result = value
     if not (value is None and types.NoneType in members):
-        for member in (kind for kind in _CONVERTERS if kind in members):
+        for member in (kind for kind in CONVERTERS if kind in members):
             try:
-                result = _CONVERTERS[member][0](value)
+                result = CONVERTERS[member][0](value)
                 break
             except (ValueError, OverflowError):
                 continue
         else:
-            expected = " or ".join(_CONVERTERS[kind][1] for kind in _CONVERTERS if kind in members)
+            expected = " or ".join(CONVERTERS[kind][1] for kind in CONVERTERS if kind in members)
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
     _check_bounds(field, result)
     return result
