@@ -75,7 +75,7 @@ def _to_dict(value: Any) -> dict:
 
 
 def _to_list(value: Any) -> list[str]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if not isinstance(value, (list, tuple)):
         raise ValueError
     return [_to_text(item) for item in value]
 
