@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ CARRIED_FILES = (
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+@runtime_checkable
 class TensorLike(Protocol):
     """A numpy array or a tensor in a file, which is read by `np.asarray`."""
 
