@@ -1,8 +1,9 @@
 """Checkpoints of a training run: written in the background by Orbax, complete or absent, checked before they are read.
 
-A checkpoint is the folder `OUTPUT_DIR/checkpoint-STEP` with the items `state` (arrays) and `metadata` (the file
-metadata/trainer_state.json). Orbax writes it under a temporary name and renames it when everything is on disk, so a
-folder of this name is complete, and what a killed run left behind has another name.
+A checkpoint is the folder `OUTPUT_DIR/checkpoint-STEP` with two Orbax items, `params` and `state` (what else the run
+needs), trainer_state.json, and the model's config and tokenizer files, so that `load_pretrained` and `jaxtrl.convert`
+read it as a model. Orbax writes the folder under a temporary name and renames it when everything is on disk: a folder
+of this name is complete, and what a killed run left behind has another name.
 """
 
 import json
@@ -17,6 +18,8 @@ import jax
 import orbax.checkpoint as ocp
 
 NAME = re.compile(r"checkpoint-(\d+)$")
+METADATA = "trainer_state.json"
+ITEMS = ("params", "state")
 TEMPORARY = ocp.utils.TMP_DIR_SUFFIX
 REMOVED = ".removed"  # a checkpoint on its way out: renamed first, so that a half deleted folder never counts as one
 State = TypeVar("State")
@@ -33,7 +36,7 @@ def find_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def _is_complete(path: Path) -> bool:
-    return (path / "_CHECKPOINT_METADATA").is_file() and (path / "metadata").is_dir() and (path / "state").is_dir()
+    return (path / METADATA).is_file() and all((path / item).is_dir() for item in ITEMS)
 
 
 def remove_leftovers(folder: str | Path) -> list[str]:
@@ -50,36 +53,44 @@ class CheckpointWriter:
     """Writes `checkpoint-STEP` folders into one folder, in the background, one at a time.
 
     `limit` keeps that many of the newest checkpoints *of this run* (None: all); older ones are deleted once a newer one
-    is complete. The step given as `keep` is never deleted. Checkpoints of other runs in the folder are left alone.
+    is complete. The step given as `keep` is never deleted. Checkpoints of other runs in the folder are left alone;
+    `steps` are those that this run has saved before it was resumed. `files` (name -> content) go into each checkpoint.
     """
 
-    def __init__(self, folder: str | Path, limit: int | None = None, steps: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        folder: str | Path,
+        limit: int | None = None,
+        steps: tuple[int, ...] = (),
+        files: dict[str, bytes] | None = None,
+    ):
         if limit is not None and limit < 1:
             raise ValueError(f"save_total_limit must be at least 1, got {limit}.")
         self.folder = Path(folder).absolute()
         self.limit = limit
         self._steps = list(steps)  # complete or being written, oldest first
         self._keep: int | None = None
+        self._handler = _Handler(files or {})
         options = ocp.AsyncOptions(post_finalization_callback=self._delete_old)
-        self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
+        self._orbax = ocp.AsyncCheckpointer(self._handler, async_options=options)
 
     def path(self, step: int) -> Path:
         return self.folder / f"checkpoint-{step}"
 
     def save(self, step: int, state: Any, metadata: dict[str, Any], keep: int | None = None) -> Path:
-        """Start to write `state` (a pytree of arrays) and `metadata` (JSON values); returns when the state is copied.
+        """Start to write `state` (a pytree with `params` and more) and `metadata` (JSON); returns when it is copied.
 
         The arrays may be donated to the next step afterwards. Waits for the write before it, and raises its error.
         """
         self.wait()
-        json.dumps(metadata)  # fails here, in the caller's thread, when a value is not JSON
+        self._handler.metadata_text = json.dumps(metadata, indent=2) + "\n"
         path = self.path(step)
         if path.exists():
             _remove(path)
         self._keep = keep
         self._steps = [*(s for s in self._steps if s != step), step]
-        items = {"state": ocp.args.StandardSave(_nested(state)), "metadata": ocp.args.JsonSave(metadata)}
-        self._orbax.save(path, args=ocp.args.Composite(**items))
+        items = {item: ocp.args.StandardSave(tree) for item, tree in _items(_flat(state)).items()}
+        self._orbax.save(path, args=_Arguments(**items))
         return path
 
     def wait(self) -> None:
@@ -109,11 +120,32 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
+class _Handler(ocp.CompositeCheckpointHandler):
+    """Adds plain files to the folder before Orbax renames it."""
+
+    def __init__(self, files: dict[str, bytes]):
+        super().__init__(**{item: ocp.StandardCheckpointHandler() for item in ITEMS})
+        self.files = files
+        self.metadata_text = ""
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        for name, content in {**self.files, METADATA: self.metadata_text.encode()}.items():
+            (Path(directory) / name).write_bytes(content)
+
+
+@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
+class _Arguments(ocp.args.Composite):
+    """What Orbax wants beside a handler of one's own."""
+
+
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The JSON that was saved with the checkpoint. Raises CheckpointError where there is no complete checkpoint."""
     path = _check_complete(path)
-    with _reading(path) as orbax:
-        return orbax.restore(path, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())).metadata
+    try:
+        return json.loads((path / METADATA).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path / METADATA} is damaged ({error}); use another checkpoint.") from None
 
 
 def restore(path: str | Path, like: State) -> State:
@@ -123,27 +155,22 @@ def restore(path: str | Path, like: State) -> State:
     difference, a missing and an extra array included, raises CheckpointError.
     """
     path = _check_complete(path)
+    wanted = _flat(like)
     with _reading(path) as orbax:
-        stored = orbax.metadata(path).item_metadata["state"].tree
-        wanted = _flat(like)
-        _compare(path, _flat(stored), wanted)
+        stored = orbax.metadata(path).item_metadata
+        _compare(path, {**_flat({"params": stored["params"].tree}), **_flat(stored["state"].tree)}, wanted)
         target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in wanted.items()}
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(_nest(target)))
-        restored = _flat(orbax.restore(path, args=arguments).state)
-    return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
-
-
-def _handler() -> ocp.CompositeCheckpointHandler:
-    return ocp.CompositeCheckpointHandler(
-        state=ocp.StandardCheckpointHandler(), metadata=ocp.JsonCheckpointHandler(filename="trainer_state.json")
-    )
+        items = {item: ocp.args.StandardRestore(tree) for item, tree in _items(target).items()}
+        restored = orbax.restore(path, args=_Arguments(**items))
+    leaves = {**_flat({"params": restored["params"]}), **_flat(restored["state"])}
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[ocp.Checkpointer]:
     """An Orbax reader whose errors (a file missing inside, a damaged one) name the checkpoint."""
     try:
-        with ocp.Checkpointer(_handler()) as orbax:
+        with ocp.Checkpointer(_Handler({})) as orbax:
             yield orbax
     except CheckpointError:
         raise
@@ -157,7 +184,9 @@ def _check_complete(path: str | Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}; give a folder named checkpoint-STEP.")
     if not _is_complete(path):
-        raise CheckpointError(f"{path} is not a complete checkpoint: it lacks its state or its metadata; use another.")
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: it lacks its params, its state or {METADATA}; use another."
+        )
     return path
 
 
@@ -185,9 +214,10 @@ def _flat(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _nested(tree: Any) -> dict[str, Any]:
-    """The same leaves as plain nested dicts, which anyone can read with Orbax alone."""
-    return _nest(_flat(tree))
+def _items(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The two items as plain nested dicts, which anyone can read with Orbax alone."""
+    nested = _nest(flat)
+    return {"params": nested.pop("params"), "state": nested}
 
 
 def _nest(flat: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,10 @@ def make_state(layers: int = 4, step=16777217, dtype=jnp.float32, width: int = 3
     return State(jnp.asarray(step), params, optax.adamw(1e-3).init(params))
 
 
+def weights(array):
+    return {"step": jnp.int32(0), "params": {"w": array}}
+
+
 def write(folder, state, step=1, metadata=None, **kwargs):
     writer = CheckpointWriter(folder, **kwargs)
     path = writer.save(step, state, metadata or {})
@@ -60,18 +64,20 @@ def test_round_trip_is_bitwise(tmp_path):
 def test_plain_orbax_reads_it(tmp_path):
     state = make_state()
     path = write(tmp_path, state)
-    plain = ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(
-        path, args=ocp.args.Composite(state=ocp.args.StandardRestore())
-    )
-    np.testing.assert_array_equal(
-        plain.state["params"]["layers"]["mlp"]["kernel"], state.params["layers"]["mlp"]["kernel"]
-    )
+    params = ocp.StandardCheckpointer().restore(path / "params")
+    np.testing.assert_array_equal(params["layers"]["mlp"]["kernel"], state.params["layers"]["mlp"]["kernel"])
+
+
+def test_files_of_the_model_lie_in_it(tmp_path):
+    path = write(tmp_path, make_state(), files={"config.json": b"{}"})
+    assert (path / "config.json").read_bytes() == b"{}"
+    assert {"config.json", "params", "state", "trainer_state.json"} <= {file.name for file in path.iterdir()}
 
 
 def test_saved_values_are_those_of_the_call_although_the_state_is_donated(tmp_path):
     """The write goes on in the background while the next steps overwrite (donate) the arrays."""
     double = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)
-    state = {"w": jnp.arange(3_000_000, dtype=jnp.float32)}
+    state = weights(jnp.arange(3_000_000, dtype=jnp.float32))
     writer = CheckpointWriter(tmp_path)
     for step in range(3):
         writer.save(step, state, {})
@@ -79,7 +85,7 @@ def test_saved_values_are_those_of_the_call_although_the_state_is_donated(tmp_pa
             state = double(state)
     writer.close()
     for step in range(3):
-        saved = restore(tmp_path / f"checkpoint-{step}", state)["w"]
+        saved = restore(tmp_path / f"checkpoint-{step}", state)["params"]["w"]
         np.testing.assert_array_equal(saved, np.arange(3_000_000, dtype=np.float32) * 4.0**step)
 
 
@@ -126,7 +132,7 @@ def test_what_a_killed_run_left_is_ignored_and_removed(tmp_path):
 
 def test_the_final_name_appears_only_with_everything_in_it(tmp_path):
     """Watch the folder while a larger state is written: at its first sight the checkpoint can be restored."""
-    state = {"w": jnp.arange(5_000_000, dtype=jnp.float32)}
+    state = weights(jnp.arange(5_000_000, dtype=jnp.float32))
     writer = CheckpointWriter(tmp_path)
     writer.save(1, state, {"a": 1})
     seen_temporary = False
@@ -158,9 +164,9 @@ def test_a_resumed_run_counts_its_earlier_checkpoints(tmp_path):
 
 
 def test_the_same_step_is_written_anew(tmp_path):
-    write(tmp_path, {"w": jnp.zeros(2)}, 3)
-    path = write(tmp_path, {"w": jnp.ones(2)}, 3)
-    np.testing.assert_array_equal(restore(path, {"w": jnp.zeros(2)})["w"], [1, 1])
+    write(tmp_path, weights(jnp.zeros(2)), 3)
+    path = write(tmp_path, weights(jnp.ones(2)), 3)
+    np.testing.assert_array_equal(restore(path, weights(jnp.zeros(2)))["params"]["w"], [1, 1])
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
@@ -172,9 +178,12 @@ def test_missing_and_damaged_checkpoints_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         read_metadata(tmp_path / "checkpoint-8")
     path = write(tmp_path, state)
-    shutil.rmtree(path / "state" / "d")
+    shutil.rmtree(path / "params" / "d")
     with pytest.raises(CheckpointError, match="is damaged and cannot be read"):
         restore(path, state)
+    (path / "trainer_state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged"):
+        read_metadata(path)
 
 
 def test_values_that_are_not_json_fail_in_the_call(tmp_path):
