@@ -1,0 +1,149 @@
+"""Lines and batches: what is in a step, in which order, and that one class holds all packed batches."""
+
+import itertools
+
+import numpy as np
+import pytest
+from datasets import Dataset, IterableDataset
+
+from jaxtrl.rows.order import BatchSizes, DataPosition
+from jaxtrl.trainers.data import Batches, Lines, Packing, StreamLines, make_sample, read_samples
+
+
+def make_dataset(lengths, trained_from=1, seed=0):
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(5, 60, n).tolist() for n in lengths]
+    masks = [[i >= trained_from for i in range(n)] for n in lengths]
+    return Dataset.from_dict({"input_ids": ids, "loss_mask": masks})
+
+
+LENGTHS = [5, 9, 3, 30, 12, 7, 2, 16, 11, 4, 6]
+
+
+def test_samples_are_read_in_the_order_asked_for():
+    dataset = make_dataset(LENGTHS)
+    samples = read_samples(dataset.with_format("arrow"), [3, 0, 3])
+    assert [s.input_ids.tolist() for s in samples] == [dataset[i]["input_ids"] for i in (3, 0, 3)]
+    assert [s.loss_mask.tolist() for s in samples] == [dataset[i]["loss_mask"] for i in (3, 0, 3)]
+    assert samples[0].input_ids.dtype == np.int32
+    assert read_samples(dataset.with_format("arrow"), []) == []
+
+
+def test_a_selection_is_read_through_its_indices():
+    dataset = make_dataset(LENGTHS).select([4, 2, 9])
+    lines = Lines(dataset)
+    assert lines.count == 3
+    assert [line[0].input_ids.tolist() for line in lines.load([0, 1, 2])] == dataset["input_ids"][:]
+
+
+def rows_of_steps(batches, sizes, steps, start=DataPosition(), shuffle=True):
+    """Token rows (without padding) of each micro-batch and device, and the positions, of the next steps."""
+    taken = list(itertools.islice(batches.steps(sizes, start, seed=1, shuffle=shuffle), steps))
+    return [[micro.batch.input_ids.tobytes() for micro in micros] for micros, _ in taken], [p for _, p in taken]
+
+
+@pytest.mark.parametrize("packing", [None, Packing("bfd", 32), Packing("bfd_split", 16), Packing("wrapped", 24)])
+def test_any_position_continues_with_the_same_batches(packing):
+    batches = Batches(Lines(make_dataset(LENGTHS), packing), per_device=1, block=8)
+    sizes = BatchSizes(per_device=1, devices=2, accumulation=2)
+    batches_of_run, positions = rows_of_steps(batches, sizes, 9)
+    assert any(p.offset == 0 for p in positions)
+    for step, position in enumerate(positions):
+        assert rows_of_steps(batches, sizes, 8 - step, position)[0] == batches_of_run[step + 1 :]
+
+
+def test_an_epoch_has_each_sequence_once_and_counts_add_up():
+    dataset = make_dataset(LENGTHS)
+    batches = Batches(Lines(dataset), per_device=2, block=8)
+    seen, tokens = [], 0
+    for micros, position in batches.steps(BatchSizes(2, 2, 1), DataPosition(), seed=3, shuffle=True):
+        for micro in micros:
+            tokens += micro.tokens
+            assert micro.padded == micro.batch.input_ids.size
+            assert micro.slots == int((micro.batch.weight > 0).sum()) == int(micro.batch.denominator.sum())
+            for ids, positions in zip(micro.batch.input_ids, micro.batch.position_ids, strict=True):
+                text = ids[: np.flatnonzero(ids)[-1] + 1] if ids.any() else ids[:0]
+                starts = np.flatnonzero(positions[: len(text)] == 0)
+                seen += [part.tolist() for part in np.split(text, starts[1:])] if len(text) else []
+        if position == DataPosition(1, 0):
+            break
+    assert sorted(seen) == sorted(dataset["input_ids"][:])
+    assert tokens == sum(LENGTHS)
+
+
+def test_pairs_are_the_visible_pairs_of_tokens():
+    micro = Batches(Lines(make_dataset([3, 4])), per_device=2, block=8).build([[0, 1]])
+    assert micro.pairs == 3 * 4 // 2 + 4 * 5 // 2
+
+
+@pytest.mark.parametrize("length", [32, 20])  # a multiple of the attention block, and not
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+@pytest.mark.parametrize("trained_from", [1, 6])
+def test_packed_batches_have_one_class_in_any_order(length, strategy, trained_from):
+    lengths = np.random.default_rng(0).integers(1, 45, 60).tolist()
+    lines = Lines(make_dataset(lengths, trained_from), Packing(strategy, length))
+    batches = Batches(lines, per_device=3, block=8)
+    shapes, trained = set(), []
+    for micros, position in batches.steps(BatchSizes(3, 1, 1), DataPosition(), seed=0, shuffle=True):
+        shapes |= {micro.shape for micro in micros}
+        trained += [micro.slots for micro in micros]
+        if position.epoch == 6:
+            break
+    assert len(shapes) == 1
+    shape = shapes.pop()
+    assert shape.tokens == -(-3 * length // 8) * 8
+    assert shape.lanes <= (18 if length == 32 else 27)
+    if strategy == "bfd":
+        assert max(trained) <= shape.slots <= max(trained) + 24
+
+
+def test_rows_of_whole_blocks_start_at_the_edge_of_a_block_and_padding_is_not_counted():
+    lines = Lines(make_dataset([30, 31, 29]), Packing("bfd", 32))
+    micro = Batches(lines, per_device=3, block=8).build([[0, 1, 2]])
+    positions = micro.batch.position_ids[0]
+    assert all(positions[edge] == 0 for edge in (0, 32, 64))
+    assert micro.tokens == 90
+    assert micro.slots == 87 == int(micro.batch.denominator.sum())
+
+
+def test_fixed_and_multiple_settings_hold_for_packed_rows_too():
+    lines = Lines(make_dataset(LENGTHS), Packing("bfd", 32))
+    assert Batches(lines, 2, "fixed:128", 8).build([[0, 1]]).shape.tokens == 128
+    assert Batches(lines, 2, 16, 8).build([[0, 1]]).shape.tokens == 64
+
+
+def test_the_fingerprint_sees_lengths_and_masks():
+    prints = {
+        Lines(make_dataset(LENGTHS)).fingerprint,
+        Lines(make_dataset(LENGTHS[::-1])).fingerprint,
+        Lines(make_dataset(LENGTHS, trained_from=3)).fingerprint,
+    }
+    assert len(prints) == 3
+    assert Lines(make_dataset(LENGTHS, seed=5)).fingerprint in prints
+
+
+def make_stream(lengths):
+    rows = make_dataset(lengths)
+
+    def generate():
+        yield from rows
+
+    return IterableDataset.from_generator(generate)
+
+
+@pytest.mark.parametrize("packing", [None, Packing("bfd", 32)])
+def test_a_stream_gives_its_order_every_epoch_and_can_be_taken_up_anywhere(packing):
+    batches = Batches(StreamLines(make_stream(LENGTHS), packing), per_device=2, block=8)
+    sizes = BatchSizes(2, 1, 1)
+    run, positions = rows_of_steps(batches, sizes, 8)
+    for step in (0, 2, 4, 5):
+        assert rows_of_steps(batches, sizes, 7 - step, positions[step])[0] == run[step + 1 :]
+    if packing is None:
+        same = Batches(Lines(make_dataset(LENGTHS)), per_device=2, block=8)
+        assert rows_of_steps(same, sizes, 8, shuffle=False)[0] == run
+
+
+def test_make_sample_has_the_types_of_rows():
+    sample = make_sample([1, 2], [False, True])
+    assert sample.input_ids.dtype == np.int32
+    assert sample.loss_mask.dtype == np.bool_
