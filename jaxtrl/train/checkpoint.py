@@ -1,9 +1,9 @@
 """Checkpoints of a training run: written in the background by Orbax, complete or absent, checked before they are read.
 
 A checkpoint is the folder `OUTPUT_DIR/checkpoint-STEP` with two Orbax items, `params` and `state` (what else the run
-needs), trainer_state.json, and the model's config and tokenizer files, so that `load_pretrained` and `jaxtrl.convert`
-read it as a model. Orbax writes the folder under a temporary name and renames it when everything is on disk: a folder
-of this name is complete, and what a killed run left behind has another name.
+needs), JSON files, and the model's config and tokenizer files, so that `load_pretrained` and `jaxtrl.convert` read it as
+a model. Orbax writes the folder under a temporary name and renames it when everything is on disk: a folder of this name
+is complete, and what a killed run left behind has another name.
 """
 
 import json
@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 NAME = re.compile(r"checkpoint-(\d+)$")
-METADATA = "trainer_state.json"
+COMPLETE = "_CHECKPOINT_METADATA"  # Orbax's own
 ITEMS = ("params", "state")
 TEMPORARY = ocp.utils.TMP_DIR_SUFFIX
 REMOVED = ".removed"  # a checkpoint on its way out: renamed first, so that a half deleted folder never counts as one
@@ -36,7 +36,7 @@ def find_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def _is_complete(path: Path) -> bool:
-    return (path / METADATA).is_file() and all((path / item).is_dir() for item in ITEMS)
+    return (path / COMPLETE).is_file() and all((path / item).is_dir() for item in ITEMS)
 
 
 def remove_leftovers(folder: str | Path) -> list[str]:
@@ -78,12 +78,14 @@ class CheckpointWriter:
         return self.folder / f"checkpoint-{step}"
 
     def save(self, step: int, state: Any, metadata: dict[str, Any], keep: int | None = None) -> Path:
-        """Start to write `state` (a pytree with `params` and more) and `metadata` (JSON); returns when it is copied.
+        """Start to write `state`, a pytree with `params` and more; returns when it is copied.
+
+        Each entry of `metadata` (JSON values) becomes a file NAME.json.
 
         The arrays may be donated to the next step afterwards. Waits for the write before it, and raises its error.
         """
         self.wait()
-        self._handler.metadata_text = json.dumps(metadata, indent=2) + "\n"
+        self._handler.metadata = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
         path = self.path(step)
         if path.exists():
             _remove(path)
@@ -126,11 +128,11 @@ class _Handler(ocp.CompositeCheckpointHandler):
     def __init__(self, files: dict[str, bytes]):
         super().__init__(**{item: ocp.StandardCheckpointHandler() for item in ITEMS})
         self.files = files
-        self.metadata_text = ""
+        self.metadata: dict[str, bytes] = {}
 
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
-        for name, content in {**self.files, METADATA: self.metadata_text.encode()}.items():
+        for name, content in {**self.files, **self.metadata}.items():
             (Path(directory) / name).write_bytes(content)
 
 
@@ -139,13 +141,17 @@ class _Arguments(ocp.args.Composite):
     """What Orbax wants beside a handler of one's own."""
 
 
-def read_metadata(path: str | Path) -> dict[str, Any]:
-    """The JSON that was saved with the checkpoint. Raises CheckpointError where there is no complete checkpoint."""
-    path = _check_complete(path)
+def _to_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def read_metadata(path: str | Path, name: str) -> Any:
+    """The JSON that was saved as `name` with the checkpoint. Raises CheckpointError where there is no complete one."""
+    file = _check_complete(path) / f"{name}.json"
     try:
-        return json.loads((path / METADATA).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path / METADATA} is damaged ({error}); use another checkpoint.") from None
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint.") from None
 
 
 def restore(path: str | Path, like: State) -> State:
@@ -185,7 +191,7 @@ def _check_complete(path: str | Path) -> Path:
         raise CheckpointError(f"There is no checkpoint at {path}; give a folder named checkpoint-STEP.")
     if not _is_complete(path):
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: it lacks its params, its state or {METADATA}; use another."
+            f"{path} is not a complete checkpoint: it lacks its parameters or its state; use another."
         )
     return path
 

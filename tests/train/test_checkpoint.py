@@ -53,9 +53,10 @@ def assert_same(a, b):
 def test_round_trip_is_bitwise(tmp_path):
     state = make_state()
     metadata = {"loss": 0.1 + 0.2, "history": [{"a": 1}], "nothing": None}
-    path = write(tmp_path, state, 7, metadata)
+    path = write(tmp_path, state, 7, {"trainer_state": metadata, "run": {}})
     assert path == tmp_path / "checkpoint-7"
-    assert read_metadata(path) == metadata
+    assert read_metadata(path, "trainer_state") == metadata
+    assert read_metadata(path, "run") == {}
     assert_same(restore(path, state), state)
     abstract = jax.eval_shape(lambda: make_state())
     assert_same(restore(path, abstract), state)
@@ -71,7 +72,7 @@ def test_plain_orbax_reads_it(tmp_path):
 def test_files_of_the_model_lie_in_it(tmp_path):
     path = write(tmp_path, make_state(), files={"config.json": b"{}"})
     assert (path / "config.json").read_bytes() == b"{}"
-    assert {"config.json", "params", "state", "trainer_state.json"} <= {file.name for file in path.iterdir()}
+    assert {"config.json", "params", "state"} <= {file.name for file in path.iterdir()}
 
 
 def test_saved_values_are_those_of_the_call_although_the_state_is_donated(tmp_path):
@@ -134,14 +135,14 @@ def test_the_final_name_appears_only_with_everything_in_it(tmp_path):
     """Watch the folder while a larger state is written: at its first sight the checkpoint can be restored."""
     state = weights(jnp.arange(5_000_000, dtype=jnp.float32))
     writer = CheckpointWriter(tmp_path)
-    writer.save(1, state, {"a": 1})
+    writer.save(1, state, {"run": {"a": 1}})
     seen_temporary = False
     while not (tmp_path / "checkpoint-1").exists():
         names = [path.name for path in tmp_path.iterdir()]
         seen_temporary |= "checkpoint-1.orbax-checkpoint-tmp" in names
         assert find_checkpoints(tmp_path) == [] or (tmp_path / "checkpoint-1").exists()
     assert seen_temporary
-    assert read_metadata(tmp_path / "checkpoint-1") == {"a": 1}
+    assert read_metadata(tmp_path / "checkpoint-1", "run") == {"a": 1}
     assert_same(restore(tmp_path / "checkpoint-1", state), state)
     writer.close()
 
@@ -176,14 +177,14 @@ def test_missing_and_damaged_checkpoints_are_named(tmp_path):
         restore(tmp_path / "checkpoint-9", state)
     (tmp_path / "checkpoint-8").mkdir()
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        read_metadata(tmp_path / "checkpoint-8")
+        read_metadata(tmp_path / "checkpoint-8", "run")
     path = write(tmp_path, state)
     shutil.rmtree(path / "params" / "d")
     with pytest.raises(CheckpointError, match="is damaged and cannot be read"):
         restore(path, state)
-    (path / "trainer_state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged"):
-        read_metadata(path)
+    (path / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
+        read_metadata(path, "run")
 
 
 def test_values_that_are_not_json_fail_in_the_call(tmp_path):
