@@ -68,8 +68,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
         if all(_try_render(tokenizer, OWN, probe) == _try_render(tokenizer, template, probe) for probe in _PROBES):
             return template
     raise ValueError(
-        "the tokenizer's chat template has no {% generation %} marks or rewrites earlier turns, and is not Qwen3's, for "
-        "which a training template is shipped; give a template that has the marks with chat_template_path"
+        "the tokenizer's chat template has no {% generation %} marks or rewrites earlier turns, and it is not Qwen3's, "
+        "for which a training template is shipped; give one that has the marks with chat_template_path"
     )
 
 
@@ -105,7 +105,8 @@ def _try_render(
 
 def _keeps_prefixes(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether first turns read the same alone and when a tool's answer or another turn follows them."""
-    user, answer = {"role": "user", "content": "A"}, {"role": "assistant", "content": "<think>\nR\n</think>\n\nB"}
+    user: dict[str, Any] = {"role": "user", "content": "A"}
+    answer: dict[str, Any] = {"role": "assistant", "content": "<think>\nR\n</think>\n\nB"}
     call, result = {**answer, "tool_calls": [_CALL]}, {"role": "tool", "content": "T"}
     for turns in ([user, answer, user, answer], [user, call, result, answer, user, answer]):
         whole = _try_render(tokenizer, OWN, (turns, None))
@@ -132,7 +133,7 @@ def render(
     Raises ValueError if the template refuses the conversation.
     """
     try:
-        texts, spans = render_jinja_template(
+        rendered: Any = render_jinja_template(  # annotated as str, returns texts and spans
             conversations=[messages],
             tools=tools,
             chat_template=template.text or get_template(tokenizer, tools),
@@ -142,16 +143,18 @@ def render(
         )
     except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"the chat template cannot render the conversation ({error})") from None
-    return texts[0], [tuple(span) for span in spans[0]] if marked else []
+    texts, spans = rendered
+    return texts[0], [(int(start), int(end)) for start, end in spans[0]] if marked else []
 
 
 def check_rendered(messages: list[dict[str, Any]], text: str) -> None:
-    """Raises ValueError if a message of a role that templates may not know is not in the rendered text at all. A
-    template passes over such a role without a word. (Assistant and tool messages may be rewritten, so are not looked
-    for.)"""
+    """Raises ValueError if a message is not in the rendered text: a template passes over a role that it does not know
+    without a word. (Assistant and tool messages may be rewritten, so they are not looked for.)"""
     for i, message in enumerate(messages):
         role = message["role"]
-        if role not in ("assistant", "tool") and message["content"].strip() not in text:
+        left_out = role not in ("assistant", "tool") and message["content"].strip() not in text
+        unknown = role not in ("system", "user", "assistant", "tool") and role not in text
+        if left_out or unknown:
             raise ValueError(f"message {i} (role {role!r}) is left out by the chat template; use a role that it knows")
 
 
@@ -188,8 +191,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     missing = [str(token) for token in source.added_tokens_decoder.values() if str(token) not in vocabulary]
     if missing:
         raise ValueError(
-            f"chat_template_path: the tokenizer lacks {len(missing)} tokens of {path!r} ({', '.join(missing[:3])}, ...), "
-            "and the embedding is not enlarged; use a template made of tokens that it has"
+            f"chat_template_path: the tokenizer lacks {len(missing)} tokens of {path!r} (such as {missing[0]}), and "
+            "the embedding is not enlarged; use a template made of tokens that it has"
         )
     tokenizer.chat_template = get_template(source, None)
     tokenizer.eos_token = source.eos_token

@@ -61,7 +61,7 @@ def detect_format(columns: Collection[str], text_field: str) -> Format:
         return "prompt_completion"
     for name in ("messages", "conversations"):
         if name in columns:
-            return name  # type: ignore[return-value]
+            return name
     if text_field in columns:
         return "text"
     found = ", ".join(f"`{column}`" for column in columns) or "none"

@@ -259,7 +259,7 @@ class Origin:
             if Path(path).suffix == ".parquet":
                 count = pq.read_metadata(path).num_rows
                 if index < count:
-                    return f"{path}, row {index} (from 0)"
+                    return f"{path}, row {index} (the first is 0)"
                 index -= count
                 continue
             for number, _ in read_rows(path):
@@ -267,7 +267,7 @@ class Origin:
                     kind = "element" if path.endswith(".json") and _is_one_document(path) else "line"
                     return f"{path}, {kind} {number}"
                 index -= 1
-        return f"row {row} (from 0) of the data set"
+        return f"row {row} of the data set (the first is 0)"
 
 
 def _remember(dataset: Any, paths: list[str]) -> Any:
