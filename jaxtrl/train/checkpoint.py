@@ -1,9 +1,9 @@
 """Checkpoints of a training run: written in the background by Orbax, complete or absent, checked before they are read.
 
 A checkpoint is the folder `OUTPUT_DIR/checkpoint-STEP` with two Orbax items, `params` and `state` (what else the run
-needs), JSON files, and the model's config and tokenizer files, so that `load_pretrained` and `jaxtrl.convert` read it as
-a model. Orbax writes the folder under a temporary name and renames it when everything is on disk: a folder of this name
-is complete, and what a killed run left behind has another name.
+needs), JSON files, and the model's config and tokenizer files, so that `load_pretrained` and `jaxtrl.convert` read it
+as a model. Orbax writes the folder under a temporary name and renames it when everything is on disk: a folder of this
+name is complete, and what a killed run left behind has another name.
 """
 
 import json
@@ -80,12 +80,10 @@ class CheckpointWriter:
     def save(self, step: int, state: Any, metadata: dict[str, Any], keep: int | None = None) -> Path:
         """Start to write `state`, a pytree with `params` and more; returns when it is copied.
 
-        Each entry of `metadata` (JSON values) becomes a file NAME.json.
-
-        The arrays may be donated to the next step afterwards. Waits for the write before it, and raises its error.
+        Each entry of `metadata` (JSON values) becomes a file NAME.json. The arrays may be donated afterwards. Waits for the write before it, and raises its error.
         """
         self.wait()
-        self._handler.metadata = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
+        self._handler.json_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
         path = self.path(step)
         if path.exists():
             _remove(path)
@@ -128,11 +126,11 @@ class _Handler(ocp.CompositeCheckpointHandler):
     def __init__(self, files: dict[str, bytes]):
         super().__init__(**{item: ocp.StandardCheckpointHandler() for item in ITEMS})
         self.files = files
-        self.metadata: dict[str, bytes] = {}
+        self.json_files: dict[str, bytes] = {}
 
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
-        for name, content in {**self.files, **self.metadata}.items():
+        for name, content in {**self.files, **self.json_files}.items():
             (Path(directory) / name).write_bytes(content)
 
 
