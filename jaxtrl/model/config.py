@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,23 +37,7 @@ class Qwen3Config:
     pad_token_id: int | None = None
 
     def __post_init__(self):
-        for name in _SIZES:
-            if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
-                raise ValueError(f"Qwen3 config: {name} must be a positive integer, but it is {getattr(self, name)!r}")
-        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"Qwen3 config: {name} must be a positive number, but it is {value!r}")
-        for name in ("tie_word_embeddings", "attention_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"Qwen3 config: {name} must be true or false, but it is {getattr(self, name)!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"Qwen3 config: num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"Qwen3 config: head_dim must be even for RoPE, but it is {self.head_dim}")
+        _check_fields(vars(self))
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "Qwen3Config":
@@ -69,7 +54,9 @@ class Qwen3Config:
             values["num_key_value_heads"] = values.get("num_attention_heads", Qwen3Config.num_attention_heads)
         if isinstance(values.get("eos_token_id"), list):
             values["eos_token_id"] = tuple(values["eos_token_id"])
-        return Qwen3Config(**values, rope_theta=_rope_theta(fields))
+        values["rope_theta"] = _rope_theta(fields)
+        _check_fields({**vars(Qwen3Config()), **values})
+        return Qwen3Config(**values)
 
     @staticmethod
     def from_pretrained(folder: str | Path) -> "Qwen3Config":
@@ -110,6 +97,23 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+
+
+def _check_fields(values: Mapping[str, Any]) -> None:
+    for name in _SIZES:
+        if type(values[name]) is not int or values[name] < 1:
+            raise ValueError(f"{name} must be a positive integer, but it is {values[name]!r}")
+    for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+        if type(values[name]) not in (int, float) or not 0 < values[name] < float("inf"):
+            raise ValueError(f"{name} must be a positive number, but it is {values[name]!r}")
+    for name in ("tie_word_embeddings", "attention_bias"):
+        if type(values[name]) is not bool:
+            raise ValueError(f"{name} must be true or false, but it is {values[name]!r}")
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    if values["head_dim"] % 2:
+        raise ValueError(f"head_dim must be even for RoPE, but it is {values['head_dim']}")
 
 
 def refuse_unsupported(fields: dict[str, Any]) -> None:
@@ -185,10 +189,6 @@ def _rope_theta(fields: dict[str, Any]) -> float:
     if len(set(found.values())) > 1:
         raise ValueError(" and ".join(f"{name} {value!r}" for name, value in found.items()) + " contradict each other")
     theta = next(iter(found.values()))
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
+    if type(theta) not in (int, float):
         raise ValueError(f"{next(iter(found))} must be a number, but it is {theta!r}")
     return float(theta)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

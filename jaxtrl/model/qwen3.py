@@ -129,7 +129,7 @@ class Qwen3(nnx.Module):
 
     def head_weight(self) -> Float[Array, "vocab d"]:
         """The weight of the LM head: the embedding where the two are tied, so that its gradient has both parts."""
-        return (self.embed_tokens if self.lm_head is None else self.lm_head).get_value()
+        return jnp.asarray((self.embed_tokens if self.lm_head is None else self.lm_head).get_value())
 
     def __call__(
         self,
