@@ -1,4 +1,5 @@
-"""`python -m jaxtrl.convert {to-flax,to-hf,verify} SRC DST`: checkpoints between Hugging Face and Orbax, and their check.
+"""`python -m jaxtrl.convert {to-flax,to-hf,verify} SRC DST`: checkpoints between Hugging Face and Orbax, and their
+check.
 
 With no arguments it converts a tiny random model there and back in a temporary folder and verifies each step.
 """
@@ -57,8 +58,8 @@ TINY = Qwen3Config(
 def to_flax(source: str | Path, target: str | Path, *, dtype: DTypeLike | None = None) -> None:
     """Writes a checkpoint as an Orbax checkpoint (`params/`) beside config.json and tokenizer files.
 
-    `source` is a folder of either format or a hub id, `target` a new or empty folder; `dtype=None` keeps the stored one.
-    Raises ValueError or OSError with one sentence.
+    `source` is a folder of either format or a hub id, `target` a new or empty folder; `dtype=None` keeps the stored
+    one. Raises ValueError or OSError with one sentence.
     """
     origin, folder = _folders(source, target)
     config, params = load_params(origin, dtype=dtype)
@@ -119,7 +120,7 @@ def compare_tensors(a: str | Path, b: str | Path, *, tolerance: float = 0.0) -> 
 
 
 def open_checkpoint(folder: Path) -> tuple[Qwen3Config, Mapping[str, TensorLike]]:
-    """(config, Hugging Face name -> tensor) of a folder of either format; Hugging Face tensors are read when asked for."""
+    """(config, Hugging Face name -> tensor) of a folder of either format; files are read when asked for."""
     if flax_folder.is_flax_folder(folder):
         config, params = load_params(folder)
         return config, dict(params_to_hf(config, params))
@@ -138,7 +139,8 @@ def _difference(x: np.ndarray, y: np.ndarray, tolerance: float) -> str | None:
 
 
 def compare_logits(ours: str | Path, theirs: str | Path, tokens: int = 16) -> tuple[float, float]:
-    """(largest difference, largest logit) of jaxtrl on `ours` and Transformers on `theirs`, float32, on fixed random ids.
+    """(largest difference, largest logit) of jaxtrl on `ours` and Transformers on `theirs`, float32, on fixed random
+    ids.
 
     Needs torch; `theirs` must be in Hugging Face's format.
     """
@@ -170,10 +172,14 @@ def transformers_logits(name: str | Path, ids: Int[np.ndarray, "n"]) -> Float[np
 
 
 def verify(a: str | Path, b: str | Path, *, tolerance: float = 0.0, logits: bool = True) -> bool:
-    """Prints how two checkpoints differ, tensors first, then logits where torch is installed; True if they are the same."""
+    """Prints how two checkpoints differ in tensors and, where torch is installed, in logits; True if they are the
+    same.
+    """
     result = compare_tensors(a, b, tolerance=tolerance)
     same = not result.differences
-    print(f"{result.tensors} tensors: {result.identical} identical in every byte, {len(result.differences)} differences")
+    print(
+        f"{result.tensors} tensors: {result.identical} identical in every byte, {len(result.differences)} differences"
+    )
     for line in result.differences[:20]:
         print(f"  {line}")
     if len(result.differences) > 20:
@@ -189,7 +195,9 @@ def verify(a: str | Path, b: str | Path, *, tolerance: float = 0.0, logits: bool
     theirs = hugging_face[0]
     difference, largest = compare_logits(a if theirs == b else b, theirs)
     limit = max(LOGITS_TOLERANCE * max(largest, 1.0), tolerance)
-    print(f"logits: jaxtrl and Transformers differ by up to {difference:.2e} (limit {limit:.2e}, largest {largest:.3g})")
+    print(
+        f"logits: jaxtrl and Transformers differ by up to {difference:.2e} (limit {limit:.2e}, largest {largest:.3g})"
+    )
     return same and difference <= limit
 
 
@@ -229,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; 0 on success, 1 with one line on stderr on failure or where `verify` finds a difference."""
+    """Runs the command line; 0 on success, 1 with one line on failure or where `verify` finds a difference."""
     arguments = _parser().parse_args(argv)
     try:
         return 0 if _run(arguments) else 1
@@ -242,9 +250,7 @@ def _run(arguments: Any) -> bool:
     if arguments.command is None:
         return round_trip()
     if arguments.command == "verify":
-        return verify(
-            arguments.source, arguments.target, tolerance=arguments.tolerance, logits=not arguments.no_logits
-        )
+        return verify(arguments.source, arguments.target, tolerance=arguments.tolerance, logits=not arguments.no_logits)
     dtype = DTYPES[arguments.dtype]
     if arguments.command == "to-flax":
         to_flax(arguments.source, arguments.target, dtype=dtype)

@@ -43,9 +43,9 @@ class Qwen3Config:
     def from_dict(fields: dict[str, Any]) -> "Qwen3Config":
         """The config of a parsed `config.json`. A missing field has Transformers' default, except RoPE's theta.
 
-        Raises ValueError, with the name of the field, for everything that changes the result and is not supported: other
-        model types, RoPE scaling, sliding window attention, quantised weights, another activation, dropout. Fields that
-        do not change the result are ignored.
+        Raises ValueError, with the name of the field, for everything that changes the result and is not supported:
+        other model types, RoPE scaling, sliding window attention, quantised weights, another activation, dropout.
+        Fields that do not change the result are ignored.
         """
         refuse_unsupported(fields)
         known = {f.name for f in dataclasses.fields(Qwen3Config)} - {"rope_theta"}

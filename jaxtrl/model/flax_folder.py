@@ -16,7 +16,7 @@ def is_flax_folder(folder: Path) -> bool:
 
 
 def write_params(folder: Path, params: Mapping[str, Any]) -> None:
-    """Writes the nested dict of arrays to `folder/params`, in the dtypes it has. The folder must not hold one already."""
+    """Writes the nested dict of arrays to `folder/params`, in their dtypes. The folder must not hold one already."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -24,7 +24,7 @@ def write_params(folder: Path, params: Mapping[str, Any]) -> None:
 
 
 def read_params(folder: Path) -> dict[str, Any]:
-    """The nested dict of numpy arrays of `folder/params`, in the stored dtypes. Raises ValueError where it is damaged."""
+    """The nested dict of numpy arrays of `folder/params`, in the stored dtypes; ValueError where it is damaged."""
     import orbax.checkpoint as ocp
 
     path = (folder / PARAMS).absolute()

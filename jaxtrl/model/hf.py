@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def hf_layout(config: Qwen3Config) -> list[Entry]:
-    """One entry per tensor of `config` in Hugging Face's format, in the order in which its parameters are computed with."""
+    """One entry per tensor of `config` in Hugging Face's format, in the order of the computation."""
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params(config))[0]
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
     layered = [path for path in shapes if path[0] == "layers"]
@@ -74,10 +74,10 @@ def hf_layout(config: Qwen3Config) -> list[Entry]:
 
 
 def match_tensors(config: Qwen3Config, tensors: Mapping[str, TensorLike], where: str) -> dict[str, TensorLike]:
-    """The tensor of every entry of `hf_layout(config)` by its name; reads no data, but for a stored copy of a tied head.
+    """The tensor of every entry of `hf_layout(config)` by name; reads no data, but for a stored copy of a tied head.
 
-    Where the head is tied, the file may hold the embedding, the head, or both if they are equal. Raises ValueError naming
-    the first missing, extra or misshaped tensor of the checkpoint `where`.
+    Where the head is tied, the file may hold the embedding, the head, or both if they are equal. Raises ValueError
+    naming the first missing, extra or misshaped tensor of the checkpoint `where`.
     """
     layout = hf_layout(config)
     found = dict(tensors)
@@ -86,7 +86,7 @@ def match_tensors(config: Qwen3Config, tensors: Mapping[str, TensorLike], where:
         embedding = found.setdefault(EMBEDDING, head)
         if embedding is not head and not _same_bytes(embedding, head):
             raise ValueError(
-                f"{where}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true: set it to false in config.json"
+                f"{where}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true: set it to false"
             )
     for entry in layout:
         if entry.name not in found:
@@ -110,8 +110,9 @@ def params_from_hf(
 ) -> dict[str, Any]:
     """The parameters (numpy, as `model_params` nests them) of Hugging Face tensors, in `dtype` or as they are stored.
 
-    Tensors are read and placed one after the other, so the peak is one copy of the model and one tensor. Raises ValueError
-    as `match_tensors` does, where one kernel has two stored dtypes in different layers, and where float16 overflows.
+    Tensors are read and placed one after the other, so the peak is one copy of the model and one tensor. Raises
+    ValueError as `match_tensors` does, where one kernel has two stored dtypes in different layers, and where float16
+    overflows.
     """
     matched = match_tensors(config, tensors, where)
     shapes, treedef = jax.tree_util.tree_flatten_with_path(abstract_params(config))
@@ -251,8 +252,8 @@ def _cast_in_place(tree: dict[str, Any], dtype: np.dtype, prefix: str = "") -> d
 def load_pretrained(name: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Qwen3:
     """A `Qwen3` with the weights of a checkpoint folder (Hugging Face, or `convert to-flax`) or a hub id.
 
-    Parameters are `dtype`: float32 for training, or bfloat16. They go to JAX's default device one after the other. Raises
-    FileNotFoundError or ValueError with one sentence naming the file, tensor or config field that is at fault.
+    Parameters are `dtype`: float32 for training, or bfloat16. They go to JAX's default device one after the other.
+    Raises FileNotFoundError or ValueError with one sentence naming the file, tensor or config field that is at fault.
     """
     if np.dtype(dtype) not in (np.dtype(np.float32), np.dtype(jnp.bfloat16)):
         raise ValueError(f"dtype must be float32 or bfloat16, but it is {np.dtype(dtype)}: devices compute in no other")
@@ -278,8 +279,9 @@ def save_pretrained(
     """Writes a model as a Hugging Face checkpoint that Transformers loads: config.json and safetensors.
 
     `dtype=None` keeps that of the parameters. `source` is a checkpoint folder or hub id whose tokenizer and generation
-    config are carried along. Above `max_shard_size` (Transformers' default) the weights become shards with an index. Weight
-    files that an earlier save left in `path` are replaced. Raises ValueError for parameters that do not fit the config.
+    config are carried along. Above `max_shard_size` (Transformers' default) the weights become shards with an index.
+    Weight files that an earlier save left in `path` are replaced. Raises ValueError for parameters that do not fit the
+    config.
     """
     config, params = (model.config, model_params(model)) if isinstance(model, Qwen3) else model
     check_params(config, params)

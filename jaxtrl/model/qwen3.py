@@ -1,4 +1,4 @@
-"""The Qwen3 decoder (https://arxiv.org/abs/2505.09388) over one token row, in Flax NNX with parameters stacked over layers."""
+"""The Qwen3 decoder (https://arxiv.org/abs/2505.09388) over one token row, in Flax NNX with stacked layers."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -116,7 +116,8 @@ class DecoderLayer(nnx.Module):
 class Qwen3(nnx.Module):
     """A dense Qwen3 decoder with float32 parameters; those of its layers are stacked on a leading axis of length L.
 
-    `Qwen3(config, rngs=nnx.Rngs(0))` has random weights (normal, `initializer_range`), `load_pretrained` a checkpoint's.
+    `Qwen3(config, rngs=nnx.Rngs(0))` has random weights (normal, `initializer_range`), `load_pretrained` a
+    checkpoint's.
     """
 
     def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs):
@@ -144,10 +145,10 @@ class Qwen3(nnx.Module):
     ) -> Float[Array, "n d"]:
         """Hidden states after the final norm, in `dtype`, which every matmul computes in.
 
-        `remat` says what a layer keeps for the backward pass: "full" recomputes all from its input, "matmuls" keeps the
-        matmul and attention outputs. `unroll` layers are one step of the layer loop. Raises ValueError for another `remat`
-        and, where the ids are known (outside jit), for an id that is not in the vocabulary; inside jit, where nothing can
-        be raised, such an id makes the row NaN rather than some other token.
+        `remat` says what a layer keeps for the backward pass: "full" recomputes all from its input, "matmuls" keeps
+        the matmul and attention outputs. `unroll` layers are one step of the layer loop. Raises ValueError for another
+        `remat` and, where the ids are known (outside jit), for an id that is not in the vocabulary; inside jit, where
+        nothing can be raised, such an id makes the row NaN rather than some other token.
         """
         if remat not in REMAT_POLICIES:
             raise ValueError(f"remat must be one of {', '.join(map(repr, REMAT_POLICIES))}, but it is {remat!r}")
@@ -162,7 +163,7 @@ class Qwen3(nnx.Module):
         def body(x, layer):
             return nnx.merge(graphdef, layer)(x, cos, sin, attention), None
 
-        # Fully unrolled, forward and recomputation are one straight program: only a barrier keeps XLA from merging them.
+        # Fully unrolled, forward pass and recomputation are one program: only a barrier keeps XLA from merging them.
         barrier = unroll >= self.config.num_hidden_layers
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=barrier)
         x = embed(jnp.asarray(self.embed_tokens.get_value()), jnp.asarray(input_ids)).astype(dtype)

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; `np.asarray(tensor)` reads it. Raises ValueError where the file is shorter than its header says."""
+    """A tensor in a file; `np.asarray(tensor)` reads it. ValueError where the file is shorter than its header says."""
 
     file: Path
     name: str
@@ -36,7 +36,7 @@ class StoredTensor:
         out = np.empty(self.shape, self.dtype)
         with open(self.file, "rb") as file:
             file.seek(self.offset)
-            if file.readinto(out.reshape(-1).view(np.uint8)) != out.nbytes:
+            if file.readinto(out.reshape(-1).view(np.uint8).data) != out.nbytes:
                 raise ValueError(f"{self.file} ends inside tensor {self.name}: the file is truncated, copy it again")
         return out if dtype is None else out.astype(dtype, copy=False)
 
@@ -54,7 +54,7 @@ class TensorSpec(NamedTuple):
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of a checkpoint folder, from `model.safetensors` or the shards that the index lists; reads headers only.
+    """Name -> tensor of a checkpoint folder, from `model.safetensors` or the shards of the index; reads headers only.
 
     Raises FileNotFoundError for a missing weights or shard file and ValueError for anything that is inconsistent.
     """
@@ -204,7 +204,8 @@ def write_tensors(
 ) -> None:
     """Writes `arrays`, which come in the order of `specs`, as one file or as shards with an index.
 
-    Each file is written under another name and renamed once all are complete; weight files of an earlier save are removed.
+    Each file is written under another name and renamed once all are complete; weight files of an earlier save are
+    removed.
     """
     shards = plan_shards(specs, parse_size(max_shard_size))
     names = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]

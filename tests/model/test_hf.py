@@ -68,12 +68,14 @@ def test_c19_heads_that_are_missing_or_contradict_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"tensor lm_head.weight of shape \(64, 32\) is missing; its head is not tied"):
         load_pretrained(folder)
     write_fixture(folder, fixture_t.tensors(tie=False))
-    with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings"):
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings"
+    ):
         load_pretrained(folder)
     only_head = fixture_t.tensors(tie=False)
     del only_head["model.embed_tokens.weight"]
     write_fixture(folder, only_head, tie_word_embeddings=False)
-    with pytest.raises(ValueError, match="tensor model.embed_tokens.weight of shape .* is missing"):
+    with pytest.raises(ValueError, match=r"tensor model.embed_tokens.weight of shape .* is missing"):
         load_pretrained(folder)
 
 
@@ -145,9 +147,9 @@ def test_dtypes_are_cast_on_request(tmp_path):
 def test_float16_that_overflows_is_refused_and_non_finite_values_are_kept():
     params = init_params(CONFIG, 0)
     params["norm"]["scale"][3] = 7e4
-    with pytest.raises(ValueError, match="tensor model.norm.weight has values beyond float16's 65504"):
+    with pytest.raises(ValueError, match=r"tensor model.norm.weight has values beyond float16's 65504"):
         list(params_to_hf(CONFIG, params, dtype=np.float16))
-    with pytest.raises(ValueError, match="tensor model.norm.weight has values beyond float16's 65504"):
+    with pytest.raises(ValueError, match=r"tensor model.norm.weight has values beyond float16's 65504"):
         params_from_hf(CONFIG, dict(params_to_hf(CONFIG, params)), dtype=np.float16)
     params["norm"]["scale"][3] = np.inf
     assert np.isinf(dict(params_to_hf(CONFIG, params, dtype=np.float16))["model.norm.weight"][3])
@@ -165,13 +167,18 @@ def test_mixed_stored_dtypes(tmp_path):
     params = params_from_hf(CONFIG, norms)  # bfloat16 matrices with float32 norms are kept as they are
     assert params["norm"]["scale"].dtype == np.float32
     save_pretrained((CONFIG, params), tmp_path / "out")
-    assert {name: x.dtype for name, x in open_tensors(tmp_path / "out").items()} == {n: x.dtype for n, x in norms.items()}
+    assert {name: x.dtype for name, x in open_tensors(tmp_path / "out").items()} == {
+        n: x.dtype for n, x in norms.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"tensor model.layers.1.mlp.up_proj.weight of .* is missing"),
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"tensor model.layers.1.mlp.up_proj.weight of .* is missing",
+        ),
         (lambda t: t.pop("model.norm.weight"), r"tensor model.norm.weight of shape \(32,\) is missing"),
         (lambda t: t.update(note=t["model.norm.weight"]), "tensor note is extra"),
         (
@@ -203,7 +210,9 @@ def test_parameters_that_do_not_fit_the_config_are_not_saved(tmp_path):
     params = init_params(CONFIG, 0)
     with pytest.raises(ValueError, match="parameters: lm_head is missing for this config"):
         save_pretrained((UNTIED, params), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"layers.input_layernorm.scale has shape \(2, 32\), config makes it \(3, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"layers.input_layernorm.scale has shape \(2, 32\), config makes it \(3, 32\)"
+    ):
         save_pretrained((dataclasses.replace(CONFIG, num_hidden_layers=3), params), tmp_path / "out")
     with pytest.raises(ValueError, match="parameters: more is extra for this config"):
         save_pretrained((CONFIG, {**params, "more": params["norm"]["scale"]}), tmp_path / "out")
@@ -227,7 +236,9 @@ def test_tokenizer_and_generation_config_are_carried_along(tmp_path):
 
 def test_names_that_are_no_checkpoint(tmp_path):
     for name in (tmp_path / "absent", "./absent", "a/b/c", "~/absent-folder-of-jaxtrl", "/absent"):
-        with pytest.raises(FileNotFoundError, match="is not a folder: give a checkpoint folder or a Hugging Face hub id"):
+        with pytest.raises(
+            FileNotFoundError, match="is not a folder: give a checkpoint folder or a Hugging Face hub id"
+        ):
             resolve_model(name)
     file = tmp_path / "file"
     file.write_text("")

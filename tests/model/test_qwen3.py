@@ -136,7 +136,7 @@ def count_matmuls(f, *args) -> int:
 
 
 def test_remat_policies_recompute_what_they_say(params):
-    """"matmuls": no matmul of the layer and no attention twice. "full": all but the last, whose output is not needed."""
+    """matmuls: nothing of that kind twice; full: all but the last matmul, whose output the backward pass never needs."""
     inputs, layers = row(fixture_t.R2), CONFIG.num_hidden_layers
     q, k = jnp.ones((8, 4, 16)), jnp.ones((8, 2, 16))
     attention = partial(attend, visible_until=jnp.asarray(inputs[2]), tables=inputs[3])
@@ -256,7 +256,9 @@ def small_params(config: Qwen3Config):
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["fixture T", "small", "small tied"])
 def test_logits_and_gradients_equal_those_of_transformers(name, params):
-    config = {"fixture T": CONFIG, "small": SMALL, "small tied": dataclasses.replace(SMALL, tie_word_embeddings=True)}[name]
+    config = {"fixture T": CONFIG, "small": SMALL, "small tied": dataclasses.replace(SMALL, tie_word_embeddings=True)}[
+        name
+    ]
     params = params if name == "fixture T" else small_params(config)
     torch, theirs = transformers_model(config, params)
     ids = fixture_t.R2 if name == "fixture T" else np.random.default_rng(0).integers(0, 97, 21).tolist()

@@ -98,7 +98,9 @@ def test_a_failed_write_leaves_the_earlier_files(tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize(("text", "size"), [(7, 7), ("7B", 7), ("2KB", 2000), ("3 mb", 3 * 10**6), ("50GB", 5 * 10**10)])
+@pytest.mark.parametrize(
+    ("text", "size"), [(7, 7), ("7B", 7), ("2KB", 2000), ("3 mb", 3 * 10**6), ("50GB", 5 * 10**10)]
+)
 def test_sizes(text, size):
     assert parse_size(text) == size
 
@@ -125,7 +127,10 @@ def change(entry: dict, **fields):
         (lambda h, d: ({**h, "a": 3}, d), "the entry of tensor a is 3"),
         (lambda h, d: ({**h, "a": change(h["a"], shape=[-2, -3])}, d), "the entry of tensor a is"),
         (lambda h, d: ({**h, "a": change(h["a"], data_offsets=[0])}, d), "the entry of tensor a is"),
-        (lambda h, d: ({**h, "a": change(h["a"], dtype="I8")}, d), "tensor a in .*model.safetensors has dtype I8: only F32"),
+        (
+            lambda h, d: ({**h, "a": change(h["a"], dtype="I8")}, d),
+            "tensor a in .*model.safetensors has dtype I8: only F32",
+        ),
         (lambda h, d: ({**h, "a": change(h["a"], dtype="F8_E4M3")}, d), "tensor a in .* has dtype F8_E4M3"),
         (lambda h, d: ({**h, "a": change(h["a"], shape=[2, 4])}, d), r"tensor a of shape \[2, 4\] has 24 bytes"),
         (lambda h, d: ({**h, "b": change(h["b"], data_offsets=[20, 28])}, d), "tensor b starts at 20 instead of 24"),
@@ -165,10 +170,12 @@ def test_a_file_cut_after_it_was_opened(tmp_path):
 
 
 def test_missing_weights(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no weights: neither model.safetensors nor"):
+    with pytest.raises(FileNotFoundError, match=r"has no weights: neither model.safetensors nor"):
         open_tensors(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(FileNotFoundError, match="has pytorch_model.bin but no model.safetensors: only safetensors is read"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has pytorch_model.bin but no model.safetensors: only safetensors is read"
+    ):
         open_tensors(tmp_path)
 
 
@@ -189,7 +196,9 @@ def test_faults_of_sharded_checkpoints(tmp_path):
     first = "model-00001-of-00004.safetensors"
     folder = fresh("missing shard")
     (folder / first).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{first} is missing: model.safetensors.index.json says that it holds a"):
+    with pytest.raises(
+        FileNotFoundError, match=f"{first} is missing: model.safetensors.index.json says that it holds a"
+    ):
         open_tensors(folder)
 
     folder = fresh("truncated shard")
@@ -214,18 +223,22 @@ def test_faults_of_sharded_checkpoints(tmp_path):
 
     folder = fresh("elsewhere")
     edit_index(folder, lambda weight_map: weight_map.update(a="model-00002-of-00004.safetensors", b=first))
-    with pytest.raises(ValueError, match=f"tensor [ab] is in .*, but model.safetensors.index.json says model-0000"):
+    with pytest.raises(ValueError, match=r"tensor [ab] is in .*, but model.safetensors.index.json says model-0000"):
         open_tensors(folder)
 
     folder = fresh("outside")
     edit_index(folder, lambda weight_map: weight_map.update(a="../other.safetensors"))
-    with pytest.raises(ValueError, match=r"sends tensor a to '../other.safetensors': it must be a .safetensors file of"):
+    with pytest.raises(
+        ValueError, match=r"sends tensor a to '../other.safetensors': it must be a .safetensors file of"
+    ):
         open_tensors(folder)
 
     folder = fresh("two forms")
     write_single = {"a": ARRAYS["a"]}
     save_file(write_single, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has both model.safetensors and model.safetensors.index.json: remove the one"):
+    with pytest.raises(
+        ValueError, match=r"has both model.safetensors and model.safetensors.index.json: remove the one"
+    ):
         open_tensors(folder)
 
     folder = fresh("no map")
