@@ -1,0 +1,316 @@
+"""The LM head: log-prob, entropy and hit of target tokens, without a [slots, vocabulary] matrix of logits.
+
+Logits are computed in blocks of [vocabulary rows, slots] that stay in the cache, with an online softmax over the blocks
+(https://arxiv.org/abs/1805.02867). Where the loss is a known function of the log-probs, its gradient is formed in the same
+pass: exp(logit - running maximum) of one chunk of slots is kept, and what the later maxima and the sum change about it is
+one factor per (block, slot), which is applied to the small [slots, D] side of the two gradient products. So three
+products in all and no further pass over the vocabulary; otherwise the logits are recomputed (four products).
+
+The target's entry is left out of the kept block. Its gradient p - 1 = -(sum of the others) / sum does not cancel, which
+matters in bfloat16, and is added as whole rows.
+
+With the vocabulary sharded (tensor parallelism), `_statistics` of the shards are what has to be combined across them: the
+maximum by pmax, the sums by psum after rescaling; dhidden by psum; a target outside of the shard matches no row.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxtrl.train.mesh import vary, varying_axes
+
+MAX_CHUNK = 1024  # slots; the kept [vocabulary, chunk] buffer is the largest array of a step
+BLOCK_ENTRIES = 2**20  # of a block of logits; measured on a CPU with 1 MiB of L2 cache per core
+LOWEST = -1e30  # finite stand-in for minus infinity
+
+
+class Score(NamedTuple):
+    """Of each slot: log-prob of its target, entropy of its distribution, and whether the target has the largest logit.
+
+    `total` is sum(cotangent * slope(logp) * logp), 0 without a cotangent. Entropy and hit carry no gradient.
+    """
+
+    logp: Float[Array, "u"]
+    entropy: Float[Array, "u"]
+    hit: Bool[Array, "u"]
+    total: Float[Array, ""]
+
+
+def score(
+    hidden: Float[Array, "u d"],
+    weight: Float[Array, "vocab d"],
+    target: Int[Array, "u"],
+    temperature: float = 1.0,
+    cotangent: Float[Array, "u"] | None = None,
+    slope: Callable[[Array], Array] | None = None,
+    chunk: int = MAX_CHUNK,
+) -> Score:
+    """log softmax(hidden @ weight.T / temperature)[target] and its companions; float32 whatever `hidden.dtype` is.
+
+    Products are computed in `hidden.dtype` with float32 sums; the gradient of `weight` is in its own dtype. Without
+    `cotangent`, `logp` is differentiable. With it, `total` is, and only it: the gradient of `total` with respect to
+    `logp` is `cotangent * slope(logp)` (`slope` defaults to 1 and is taken as constant), known before the backward
+    pass, which then costs no further product; differentiating `logp` raises TypeError. `chunk` bounds how many slots are
+    computed at a time. Targets must lie in [0, vocab). Raises ValueError for a temperature or chunk that is not positive.
+    """
+    if temperature <= 0 or chunk < 1:
+        raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")
+    hidden, weight, target, cotangent = vary(
+        (hidden, weight, target, cotangent), varying_axes((hidden, weight, target, cotangent))
+    )
+    if cotangent is None:
+        logp, entropy, hit = _score(hidden, weight, target, temperature, chunk)
+        total = jnp.zeros((), jnp.float32)
+    else:
+        constants = lax.stop_gradient(cotangent.astype(jnp.float32))
+        total, (logp, entropy, hit) = _total(hidden, weight, target, constants, temperature, slope, chunk)
+        logp = _undifferentiable(logp)
+    return Score(logp, lax.stop_gradient(entropy), hit, total)
+
+
+class _Statistics(NamedTuple):
+    """Over the vocabulary, of each slot of a chunk. Sums leave the target out and are relative to exp(top)."""
+
+    top: Array  # largest logit, the target's included
+    others: Array  # sum of exp(logit - top)
+    weighted: Array  # sum of exp(logit - top) * (logit - top)
+    picked: Array  # the target's logit
+
+    def log_sum(self) -> Array:
+        return self.top + jnp.log(self.others + jnp.exp(self.picked - self.top))
+
+    def results(self) -> tuple[Array, Array, Array]:
+        """logp, entropy, hit. Relative to `top`, so that large logits cost no digits."""
+        own = self.picked - self.top
+        total = self.others + jnp.exp(own)
+        log_total = jnp.log(total)
+        return own - log_total, log_total - (self.weighted + jnp.exp(own) * own) / total, own >= 0
+
+    def remainder(self) -> Array:
+        """p(target) - 1, the derivative of -logp by the target's logit."""
+        return -self.others * jnp.exp(self.top - self.log_sum())
+
+
+class _Blocks(NamedTuple):
+    """The vocabulary cut into blocks of one size. The last begins where it still fits, `fresh` is its first new row."""
+
+    index: Array
+    start: Array
+    fresh: Array
+
+    @staticmethod
+    def size(vocab: int, slots: int) -> int:
+        # An accelerator has no cache to stay in, but a cost per loop step.
+        entries = BLOCK_ENTRIES if jax.default_backend() == "cpu" else 16 * BLOCK_ENTRIES
+        count = max(1, round(vocab * slots / entries))
+        return min(vocab, _round_up(-(-vocab // count), 16))
+
+    @classmethod
+    def of(cls, vocab: int, slots: int, axes: frozenset[str]) -> "_Blocks":
+        size = cls.size(vocab, slots)
+        index = jnp.arange(-(-vocab // size), dtype=jnp.int32)
+        return vary(cls(index, jnp.minimum(index * size, vocab - size), index * size), axes)
+
+
+def _logits(hidden: Array, rows: Array, temperature: float) -> Array:
+    """[block, slots] float32. Vocabulary first: sums over it are then sums of vectors."""
+    logits = _dot(rows, hidden, 1, 1)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _dot(a: Array, b: Array, i: int, j: int) -> Array:
+    """Product that contracts axis i of a with axis j of b, summed in float32."""
+    return lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _statistics(hidden, weight, target, temperature, kept=None):
+    """Statistics of one chunk of slots; fills `kept` [blocks, size, slots] and gives the maxima it is relative to."""
+    axes = varying_axes((hidden, weight, target))
+    vocab, slots = weight.shape[0], hidden.shape[0]
+    size = _Blocks.size(vocab, slots)
+
+    def visit(carry, block):
+        (top, others, weighted, picked), kept = carry
+        logits = _logits(hidden, lax.dynamic_slice_in_dim(weight, block.start, size), temperature)
+        row = block.start + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        hot = (row == target) & (row >= block.fresh)
+        highest = jnp.maximum(top, logits.max(0))
+        below = logits - highest
+        e = jnp.where(hot | (row < block.fresh), 0.0, jnp.exp(below))
+        shrink = jnp.exp(top - highest)
+        statistics = _Statistics(
+            highest,
+            others * shrink + e.sum(0),
+            (weighted + others * (top - highest)) * shrink + (e * below).sum(0),
+            picked + jnp.where(hot, logits, 0.0).sum(0),
+        )
+        if kept is not None:
+            kept = lax.dynamic_update_index_in_dim(kept, e.astype(kept.dtype), block.index, 0)
+        return (statistics, kept), None if kept is None else highest
+
+    zeros = jnp.zeros(slots, jnp.float32)
+    start = vary(_Statistics(zeros + LOWEST, zeros, zeros, zeros), axes)
+    (statistics, kept), tops = lax.scan(visit, (start, kept), _Blocks.of(vocab, slots, axes))
+    return statistics, kept, tops
+
+
+def _gradients(hidden, weight, dweight, cotangent, entries, extra):
+    """dhidden of one chunk of slots, and `dweight` plus its part; both float32.
+
+    The derivative by the logits is cotangent * factor * e with `entries(block, rows, extra) -> e [size, slots], factor`.
+    """
+    vocab, slots = weight.shape[0], hidden.shape[0]
+    axes, size = varying_axes((hidden, weight, cotangent)), _Blocks.size(vocab, slots)
+
+    def visit(carry, xs):
+        dhidden, dweight = carry
+        block, extra = xs
+        rows = lax.dynamic_slice_in_dim(weight, block.start, size)
+        e, factor = entries(block, rows, extra)
+        scaled = (hidden * (cotangent * factor)[:, None]).astype(hidden.dtype)
+        part = lax.dynamic_slice_in_dim(dweight, block.start, size) + _dot(e, scaled, 1, 0)
+        # [D, slots], not [slots, D]: a product whose first operand is the wide, transposed one is slow on CPU.
+        dhidden = dhidden + factor * _dot(rows, e, 0, 0)
+        return (dhidden, lax.dynamic_update_slice_in_dim(dweight, part, block.start, 0)), None
+
+    start = vary(jnp.zeros(hidden.shape[::-1], jnp.float32), axes)
+    (dhidden, dweight), _ = lax.scan(visit, (start, dweight), (_Blocks.of(vocab, slots, axes), extra))
+    return dhidden.T * cotangent[:, None], dweight
+
+
+def _chunk_size(total: int, chunk: int) -> int:
+    """Slots per chunk: as few chunks as `chunk` allows, all of one size."""
+    count = -(-total // chunk)
+    return total if count <= 1 else min(chunk, _round_up(-(-total // count), 16))
+
+
+def _by_chunk(function, carry, slots, chunk):
+    """`function(carry, slots of one chunk) -> carry, results` over chunks of equal size, padded with zeros."""
+    total = slots[0].shape[0]
+    size = _chunk_size(total, chunk)
+    count = -(-total // size)
+    if count == 1:
+        return function(carry, slots)
+    padded = [jnp.pad(x, [(0, count * size - total)] + [(0, 0)] * (x.ndim - 1)) for x in slots]
+    carry, results = lax.scan(function, carry, tuple(x.reshape(count, size, *x.shape[1:]) for x in padded))
+    return carry, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:total], results)
+
+
+# --- log-probs with a gradient that is not known before the backward pass: logits are recomputed there ---
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _score(hidden, weight, target, temperature, chunk):
+    return _score_forward(hidden, weight, target, temperature, chunk)[0]
+
+
+def _score_forward(hidden, weight, target, temperature, chunk):
+    cast = weight.astype(hidden.dtype)
+
+    def visit(_, slots):
+        statistics, _, _ = _statistics(*slots[:1], cast, *slots[1:], temperature)
+        return None, (statistics.results(), statistics.log_sum(), statistics.remainder())
+
+    _, (results, log_sum, remainder) = _by_chunk(visit, None, (hidden, target), chunk)
+    return results, (hidden, weight, target, log_sum, remainder)
+
+
+def _score_backward(temperature, chunk, saved, cotangents):
+    hidden, weight, *_ = saved
+    cast = weight.astype(hidden.dtype)
+
+    def visit(dweight, slots):
+        hidden, target, log_sum, remainder, cotangent = slots
+
+        def entries(block, rows, _):
+            row = block.start + lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
+            e = jnp.where(row == target, remainder, jnp.exp(_logits(hidden, rows, temperature) - log_sum))
+            return jnp.where(row < block.fresh, 0.0, e).astype(hidden.dtype), 1.0
+
+        dhidden, dweight = _gradients(hidden, cast, dweight, cotangent / -temperature, entries, None)
+        return dweight, dhidden.astype(hidden.dtype)
+
+    hidden, weight, target, log_sum, remainder = saved
+    start = vary(jnp.zeros(weight.shape, jnp.float32), varying_axes((saved, cotangents)))
+    dweight, dhidden = _by_chunk(visit, start, (hidden, target, log_sum, remainder, cotangents[0]), chunk)
+    return dhidden, dweight.astype(weight.dtype), None
+
+
+_score.defvjp(_score_forward, _score_backward)
+
+
+# --- a weighted sum of log-probs: its gradient is formed in the same pass ---
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _total(hidden, weight, target, cotangent, temperature, slope, chunk):
+    results = _score_forward(hidden, weight, target, temperature, chunk)[0]
+    return _weighted_sum(results[0], _sloped(cotangent, slope, results[0])), results
+
+
+def _sloped(cotangent, slope, logp):
+    return cotangent if slope is None else cotangent * slope(logp)
+
+
+def _weighted_sum(logp, cotangent):
+    return jnp.where(cotangent != 0, cotangent * logp, 0.0).sum()
+
+
+def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk):
+    cast = weight.astype(hidden.dtype)
+    axes = varying_axes((hidden, weight, target, cotangent))
+
+    def visit(carry, slots):
+        hidden, target, cotangent = slots
+        dweight, kept = carry
+        statistics, kept, tops = _statistics(hidden, cast, target, temperature, kept)
+        results, log_sum = statistics.results(), statistics.log_sum()
+        cotangent = _sloped(cotangent, slope, results[0])
+        scaled = cotangent / temperature
+
+        def entries(block, rows, top):
+            return lax.dynamic_index_in_dim(kept, block.index, 0, keepdims=False), jnp.exp(top - log_sum)
+
+        dhidden, dweight = _gradients(hidden, cast, dweight, -scaled, entries, tops)
+        onto_target = -scaled * statistics.remainder()
+        dhidden = dhidden + onto_target[:, None] * weight[target]
+        return (dweight, kept), (results, cotangent, onto_target, dhidden.astype(hidden.dtype))
+
+    slots = _chunk_size(hidden.shape[0], chunk)
+    size = _Blocks.size(weight.shape[0], slots)
+    buffer = jnp.zeros((-(-weight.shape[0] // size), size, slots), hidden.dtype)
+    (dweight, _), (results, cotangent, onto_target, dhidden) = _by_chunk(
+        visit, vary((jnp.zeros(weight.shape, jnp.float32), buffer), axes), (hidden, target, cotangent), chunk
+    )
+    dweight = dweight.at[target].add(onto_target[:, None] * hidden)
+    total = _weighted_sum(results[0], cotangent)
+    return (total, results), (dhidden, dweight.astype(weight.dtype))
+
+
+def _total_backward(temperature, slope, chunk, saved, cotangents):
+    dhidden, dweight = saved
+    return (dhidden * cotangents[0]).astype(dhidden.dtype), (dweight * cotangents[0]).astype(dweight.dtype), None, None
+
+
+_total.defvjp(_total_forward, _total_backward)
+
+
+@jax.custom_vjp
+def _undifferentiable(logp):
+    return logp
+
+
+def _refuse(_, cotangent):
+    raise TypeError("score(cotangent=...) has the gradient of `total` only: leave out cotangent to differentiate logp")
+
+
+_undifferentiable.defvjp(lambda logp: (logp, None), _refuse)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
