@@ -1,5 +1,6 @@
 """Rows to token ids and loss masks, a batch at a time: what runs in the worker processes of `tokenize_dataset`."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 from datasets import Features
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.rows import chat, formats
@@ -79,6 +80,13 @@ class Encoder:
     formatting_func: Callable[[dict[str, Any]], str] | None
     origin: Origin
     version: int = 1  # part of the cache key: raise it when results change
+
+    def __getstate__(self) -> dict[str, Any]:
+        # `datasets` pickles in Python what goes to workers, which takes seconds for a vocabulary; this is done in C.
+        return {**vars(self), "tokenizer": pickle.dumps(self.tokenizer)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, tokenizer=pickle.loads(state["tokenizer"]))
 
     def needed(self) -> tuple[str, ...]:
         """The columns that the format reads, whether the data set has them or not."""
@@ -210,7 +218,7 @@ class Encoder:
                 flags |= DIVERGED
                 reason = self._attempt(index, self._divergence, item, text)
             if marked and reason == KEPT:
-                in_spans = _tokens_in_spans(np.array(all_offsets[i]).reshape(-1, 2), np.array(spans).reshape(-1, 2))
+                in_spans = _tokens_in_spans(all_offsets[i], spans)
                 reason = self._attempt(index, _check_marks, item, in_spans)
                 mask &= in_spans
             results.append(self._attempt(index, self._finish, ids, mask, flags, reason))
@@ -262,12 +270,14 @@ def common_prefix_length(first: list[int], second: list[int]) -> int:
     return next(i for i, (a, b) in enumerate(zip([*first, -1], [*second, -2], strict=False)) if a != b)
 
 
-def _tokens_in_spans(offsets: Int[np.ndarray, "n 2"], spans: Int[np.ndarray, "s 2"]) -> Bool[np.ndarray, "n"]:
-    """Which tokens overlap one of the character spans (in order, disjoint)."""
-    if not len(spans) or not len(offsets):
+def _tokens_in_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Bool[np.ndarray, "n"]:
+    """Which tokens (character offsets) overlap one of the spans (characters; in order, disjoint)."""
+    if not spans or not offsets:
         return np.zeros(len(offsets), bool)
-    span = np.searchsorted(spans[:, 1], offsets[:, 0], side="right")
-    return (span < len(spans)) & (offsets[:, 1] > spans[np.minimum(span, len(spans) - 1), 0])
+    starts, ends = np.array(offsets).T
+    first, last = np.array(spans).T
+    span = np.searchsorted(last, starts, side="right")
+    return (span < len(spans)) & (ends > first[np.minimum(span, len(spans) - 1)])
 
 
 def check_vocab(ids: list[int], vocab_size: int) -> None:
