@@ -24,15 +24,32 @@ def write_params(folder: Path, params: Mapping[str, Any]) -> None:
 
 
 def read_params(folder: Path) -> dict[str, Any]:
-    """The nested dict of numpy arrays of `folder/params`, in the stored dtypes; ValueError where it is damaged."""
+    """The nested dict of numpy arrays of `folder/params`, in the stored dtypes; ValueError where it is damaged.
+
+    Arrays are restored one after the other, so that an error names its array and leaves no other read behind.
+    """
     import orbax.checkpoint as ocp
 
-    path = (folder / PARAMS).absolute()
+    path, name = (folder / PARAMS).absolute(), "its metadata"
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(path).item_metadata.tree
-            restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            return checkpointer.restore(path, ocp.args.PyTreeRestore(restore_args=restore_args))
+            leaves, treedef = jax.tree_util.tree_flatten_with_path(checkpointer.metadata(path).item_metadata.tree)
+            arrays = []
+            for keys, _ in leaves:
+                name = jax.tree_util.keystr(keys, simple=True, separator=".")
+                item, restore_args = (_nest(keys, leaf) for leaf in (0, ocp.RestoreArgs(restore_type=np.ndarray)))
+                args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
+                arrays += jax.tree.leaves(checkpointer.restore(path, args))
+            return jax.tree_util.tree_unflatten(treedef, arrays)
     except Exception as error:  # Orbax and TensorStore raise a dozen types for a damaged folder
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} is no complete Orbax checkpoint of a model: {reason}") from None
+        raise ValueError(
+            f"{path} is no complete Orbax checkpoint of a model: {name} cannot be read ({reason})"
+        ) from None
+
+
+def _nest(keys: Any, leaf: Any) -> Any:
+    """{"a": {"b": leaf}} for the path a, b."""
+    for key in reversed(keys):
+        leaf = {key.key: leaf}
+    return leaf

@@ -136,7 +136,7 @@ def count_matmuls(f, *args) -> int:
 
 
 def test_remat_policies_recompute_what_they_say(params):
-    """matmuls: nothing of that kind twice; full: all but the last matmul, whose output the backward pass never needs."""
+    """matmuls: nothing of that kind twice; full: all but the last matmul, whose output no gradient needs."""
     inputs, layers = row(fixture_t.R2), CONFIG.num_hidden_layers
     q, k = jnp.ones((8, 4, 16)), jnp.ones((8, 2, 16))
     attention = partial(attend, visible_until=jnp.asarray(inputs[2]), tables=inputs[3])
