@@ -38,6 +38,11 @@ class TrainConfig(metaclass=OptionsType):
     resume_from_checkpoint: bool | str | None = option(
         None, "Continue from a checkpoint: true for the newest one in output_dir, or its path.", group="run"
     )
+    compile_cache: str = option(
+        "auto",
+        "Folder where compiled programs are kept for the next run (auto: the user's cache folder; off: nowhere).",
+        group="run",
+    )
     seed: int = option(
         42, "Seed of the initial weights and, unless data_seed is set, of the data order.", group="run", minimum=0
     )

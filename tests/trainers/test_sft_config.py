@@ -25,6 +25,7 @@ ADDED = {
     "dataset_streaming",
     "eval_dataset_name",
     "chat_template_kwargs",
+    "compile_cache",
 }
 
 
@@ -64,7 +65,7 @@ def test_script_options_are_trls():
     from trl.scripts.utils import DatasetMixtureConfig
 
     fields = [f for c in (trl.ScriptArguments, trl.ModelConfig, DatasetMixtureConfig) for f in dataclasses.fields(c)]
-    supported = ADDED - {"eval_dataset_name", "chat_template_kwargs"}
+    supported = ADDED - {"eval_dataset_name", "chat_template_kwargs", "compile_cache"}
     assert {field.name for field in fields} == (refused.SCRIPT.keys() - {"env"}) | supported
     for field in fields:
         if field.name in FIELDS:
