@@ -80,7 +80,8 @@ class CheckpointWriter:
     def save(self, step: int, state: Any, metadata: dict[str, Any], keep: int | None = None) -> Path:
         """Start to write `state`, a pytree with `params` and more; returns when it is copied.
 
-        Each entry of `metadata` (JSON values) becomes a file NAME.json. The arrays may be donated afterwards. Waits for the write before it, and raises its error.
+        Each entry of `metadata` (JSON values) becomes a file NAME.json. The arrays may be donated afterwards. Waits for
+        the write before it, and raises its error.
         """
         self.wait()
         self._handler.json_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}

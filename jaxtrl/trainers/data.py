@@ -189,16 +189,18 @@ class Batches:
         for part in micro_batches(self.lines.epoch(0, 0, shuffle=False), self.per_device, devices):
             yield self.build(part)
 
-    def steps(
+    def epoch_steps(
         self, sizes: BatchSizes, start: DataPosition, seed: int, shuffle: bool
     ) -> Iterator[tuple[list[MicroBatch], DataPosition]]:
-        """Endless optimizer steps from `start`: their micro-batches and the position after them."""
+        """The optimizer steps from `start` to the end of its epoch: their micro-batches and the position after them."""
 
         def items(epoch: int, offset: int) -> Iterable[Any]:
             return self.lines.epoch(seed, epoch, offset, shuffle)
 
         for parts, position in sizes.steps(items, start):
             yield [self.build(devices) for devices in parts], position
+            if position.epoch > start.epoch:
+                return
 
 
 def _count_pairs(row: Row) -> int:

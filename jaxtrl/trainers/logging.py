@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,20 +16,11 @@ Metrics = Mapping[str, float | int | str]
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per log with its `step`, written through at once.
+    """`metrics.jsonl`: one JSON object per log with its `step`, appended and written through at once."""
 
-    A new run starts a new file. A run resumed at `resume_step` keeps the lines up to that step and drops what the
-    killed run had logged after it (and a line cut short by the kill), so that no step stands there twice.
-    """
-
-    def __init__(self, path: str | Path, resume_step: int | None = None):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [] if resume_step is None or not self.path.exists() else _lines_until(self.path, resume_step)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, self.path)
-        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+    def __init__(self, path: str | Path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -36,6 +28,20 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def trim_metrics(path: str | Path, resume_step: int | None) -> None:
+    """Make `metrics.jsonl` ready for a run that is about to start or to go on.
+
+    A new run (None) starts a new file. A run resumed at `resume_step` keeps the lines up to that step and drops what
+    the killed run had logged after it (and a line cut short by the kill), so that no step stands there twice.
+    """
+    path = Path(path)
+    kept = [] if resume_step is None or not path.exists() else _lines_until(path, resume_step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -148,6 +154,12 @@ class Display:
     def say(self, text: str) -> None:
         """A line of text (above the bar)."""
         self._console.print(text, markup=False)
+
+    def show(self, markup: str) -> None:
+        """Text with rich markup; [green] becomes marks around it where there are no colours."""
+        if not self._console.is_terminal:
+            markup = re.sub(r"(?<!\\)\[green\](.*?)(?<!\\)\[/green\]", r"«\1»", markup, flags=re.DOTALL)
+        self._console.print(markup)
 
     def start(self, total: int, done: int) -> None:
         self._total = total

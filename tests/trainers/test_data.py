@@ -36,9 +36,15 @@ def test_a_selection_is_read_through_its_indices():
     assert [line[0].input_ids.tolist() for line in lines.load([0, 1, 2])] == dataset["input_ids"][:]
 
 
+def all_steps(batches, sizes, start=DataPosition(), seed=1, shuffle=True):
+    while True:
+        for micros, start in batches.epoch_steps(sizes, start, seed, shuffle):  # noqa: B020 - goes on where it ended
+            yield micros, start
+
+
 def rows_of_steps(batches, sizes, steps, start=DataPosition(), shuffle=True):
     """Token rows (without padding) of each micro-batch and device, and the positions, of the next steps."""
-    taken = list(itertools.islice(batches.steps(sizes, start, seed=1, shuffle=shuffle), steps))
+    taken = list(itertools.islice(all_steps(batches, sizes, start, shuffle=shuffle), steps))
     return [[micro.batch.input_ids.tobytes() for micro in micros] for micros, _ in taken], [p for _, p in taken]
 
 
@@ -56,7 +62,7 @@ def test_an_epoch_has_each_sequence_once_and_counts_add_up():
     dataset = make_dataset(LENGTHS)
     batches = Batches(Lines(dataset), per_device=2, block=8)
     seen, tokens = [], 0
-    for micros, position in batches.steps(BatchSizes(2, 2, 1), DataPosition(), seed=3, shuffle=True):
+    for micros, position in all_steps(batches, BatchSizes(2, 2, 1), seed=3):
         for micro in micros:
             tokens += micro.tokens
             assert micro.padded == micro.batch.input_ids.size
@@ -84,7 +90,7 @@ def test_packed_batches_have_one_class_in_any_order(length, strategy, trained_fr
     lines = Lines(make_dataset(lengths, trained_from), Packing(strategy, length))
     batches = Batches(lines, per_device=3, block=8)
     shapes, trained = set(), []
-    for micros, position in batches.steps(BatchSizes(3, 1, 1), DataPosition(), seed=0, shuffle=True):
+    for micros, position in all_steps(batches, BatchSizes(3, 1, 1)):
         shapes |= {micro.shape for micro in micros}
         trained += [micro.slots for micro in micros]
         if position.epoch == 6:

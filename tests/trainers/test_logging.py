@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from jaxtrl.trainers.logging import Display, MetricsFile, check_trackers, open_trackers
+from jaxtrl.trainers.logging import Display, MetricsFile, check_trackers, open_trackers, trim_metrics
 
 
 def lines(path):
@@ -24,6 +24,7 @@ def test_each_line_is_on_disk_when_log_returns(tmp_path):
 def test_a_new_run_starts_a_new_file_and_a_resumed_one_has_no_duplicates(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 99, "loss": 1}\n')
+    trim_metrics(path, None)
     file = MetricsFile(path)
     for step in (1, 2, 3, 4):
         file.log({"loss": float(step)}, step)
@@ -32,7 +33,8 @@ def test_a_new_run_starts_a_new_file_and_a_resumed_one_has_no_duplicates(tmp_pat
     file.close()
     with path.open("a") as handle:
         handle.write('{"step": 2, "lo')  # cut short by the kill
-    resumed = MetricsFile(path, resume_step=2)
+    trim_metrics(path, 2)
+    resumed = MetricsFile(path)
     resumed.log({"loss": 3.0}, 3)
     resumed.close()
     assert lines(path) == [
@@ -44,7 +46,7 @@ def test_a_new_run_starts_a_new_file_and_a_resumed_one_has_no_duplicates(tmp_pat
 
 
 def test_resuming_without_a_file_starts_one(tmp_path):
-    MetricsFile(tmp_path / "metrics.jsonl", resume_step=5).close()
+    trim_metrics(tmp_path / "metrics.jsonl", 5)
     assert lines(tmp_path / "metrics.jsonl") == []
 
 

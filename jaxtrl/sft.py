@@ -1,0 +1,115 @@
+"""Supervised fine-tuning: `python -m jaxtrl.sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name data.jsonl`.
+
+Without a model it trains a tiny Qwen3 from scratch on bundled sample chats.
+"""
+
+import glob
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROG = "python -m jaxtrl.sft"
+DESCRIPTION = (
+    "Supervised fine-tuning of a Qwen3 model, with the option names and defaults of TRL. Without --model_name_or_path "
+    "and --config it trains a tiny Qwen3 from scratch on bundled sample chats (the options of configs/sft_tiny.yaml)."
+)
+# What no arguments mean; configs/sft_tiny.yaml says the same.
+TINY = {
+    "output_dir": "sft_output",
+    "num_train_epochs": "4",
+    "per_device_train_batch_size": "16",
+    "per_device_eval_batch_size": "16",
+    "learning_rate": "3e-3",
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": "20",
+    "max_length": "256",
+    "assistant_only_loss": "true",
+    "logging_steps": "20",
+    "eval_strategy": "steps",
+    "eval_steps": "100",
+    "save_steps": "100",
+    "save_total_limit": "2",
+}
+OF_SAMPLE_DATA = ("assistant_only_loss", "eval_strategy", "eval_steps")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code. Wrong input is one sentence on stderr (JAXTRL_TRACEBACK=1: all of it)."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found" is no news here
+    argv = list(sys.argv[1:] if argv is None else argv)
+    from jaxtrl.trainers.arguments import parse
+    from jaxtrl.trainers.sft_config import SFTConfig
+
+    (args,) = parse([SFTConfig], [*_tiny_flags(argv), *argv], prog=PROG, description=DESCRIPTION)
+    try:
+        _run(args)
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted; --resume_from_checkpoint true goes on from the newest checkpoint", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, OSError) as error:
+        if os.environ.get("JAXTRL_TRACEBACK"):
+            raise
+        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _tiny_flags(argv: Sequence[str]) -> list[str]:
+    """The options of the embedded default, unless the user names a model or a configuration.
+
+    With other data, those that belong to the bundled chats are left out.
+    """
+    names = {text.partition("=")[0].replace("-", "_").strip("_") for text in argv if text.startswith("--")}
+    if names & {"config", "model_name_or_path"}:
+        return []
+    own_data = "dataset_name" in names
+    chosen = {name: value for name, value in TINY.items() if not (own_data and name in OF_SAMPLE_DATA)}
+    return [f"--{name}={value}" for name, value in chosen.items()]
+
+
+def _run(args: Any) -> None:
+    from jaxtrl.trainers.model_source import tiny_model
+    from jaxtrl.trainers.sft_trainer import SFTTrainer
+
+    train, evaluation = _load_data(args)
+    model, tokenizer = (args.model_name_or_path, None) if args.model_name_or_path else tiny_model(args.seed)
+    trainer = SFTTrainer(model, args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer)
+    trainer.train()
+    if args.save_strategy == "no":
+        trainer.save_model()
+
+
+def _load_data(args: Any) -> tuple[Any, Any]:
+    """(training data, evaluation data or None): the bundled chats where neither model nor data are named."""
+    from jaxtrl.assets import eval_data_path, sample_data_path
+    from jaxtrl.rows.sources import load_source
+
+    wanted = args.eval_strategy != "no" or args.eval_on_start
+    if args.dataset_name is None:
+        if args.model_name_or_path is not None:
+            raise ValueError("--dataset_name is missing: name the data to train on (a path, glob or hub id).")
+        return load_source(sample_data_path()), load_source(eval_data_path()) if wanted else None
+
+    def load(name: Any, split: str) -> Any:
+        return load_source(name, split=split, name=args.dataset_config, streaming=args.dataset_streaming)
+
+    train = load(args.dataset_name, args.dataset_train_split)
+    if not wanted:
+        return train, None
+    if args.eval_dataset_name is not None:
+        return train, load(
+            args.eval_dataset_name, "train" if _is_file(args.eval_dataset_name) else args.dataset_test_split
+        )
+    if _is_file(args.dataset_name):
+        raise ValueError("--eval_dataset_name is missing: eval_strategy is set and a file has no test split.")
+    return train, load(args.dataset_name, args.dataset_test_split)
+
+
+def _is_file(name: Any) -> bool:
+    return not isinstance(name, str) or Path(name).is_file() or glob.has_magic(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

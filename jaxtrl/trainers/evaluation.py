@@ -1,0 +1,63 @@
+"""Evaluation: sums over all tokens of a data set, divided once, so that no batch or row counts more than its tokens."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from transformers.trainer_utils import EvalPrediction
+
+from jaxtrl.trainers.data import MicroBatch
+
+
+class Evaluation(NamedTuple):
+    """Metrics with their names' prefix, and the predictions where `compute_metrics` wants them."""
+
+    metrics: dict[str, float | int]
+    predictions: EvalPrediction | None
+
+
+def evaluate(
+    batches: Iterable[MicroBatch],
+    run_eval: Callable[[MicroBatch], dict[str, Any]],
+    run_score: Callable[[MicroBatch], Any] | None,
+    prefix: str,
+) -> Evaluation:
+    """`run_eval` gives the sums of a batch on the device, `run_score` (logp, entropy, hit) per term, or is None.
+
+    Metrics: PREFIX_loss (token mean), PREFIX_entropy, PREFIX_mean_token_accuracy, PREFIX_num_tokens, PREFIX_runtime.
+    """
+    start, sums, parts, tokens = time.perf_counter(), [], [], 0
+    for micro in batches:
+        sums.append(run_eval(micro))
+        tokens += micro.tokens
+        if run_score is not None:
+            parts.append(trained_terms(micro, jax.device_get(run_score(micro))))
+        if len(sums) > 1:
+            jax.block_until_ready(sums[-2])  # no more than two batches wait on the device
+    totals = {name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]}
+    terms = max(totals["num_terms"], 1.0)
+    seconds = time.perf_counter() - start
+    metrics: dict[str, float | int] = {
+        f"{prefix}_loss": totals["loss_sum"] / max(totals["denominator"], 1.0),
+        f"{prefix}_entropy": totals["entropy_sum"] / terms,
+        f"{prefix}_mean_token_accuracy": totals["hit_sum"] / terms,
+        f"{prefix}_num_tokens": tokens,
+        f"{prefix}_runtime": seconds,
+        f"{prefix}_tokens_per_second": tokens / seconds,
+    }
+    return Evaluation(metrics, _joined(parts) if run_score is not None else None)
+
+
+def trained_terms(micro: MicroBatch, scores: Any) -> tuple[np.ndarray, ...]:
+    """(logp, entropy, hit, target id) of the trained tokens of a batch, in the order of the data."""
+    used = micro.batch.weight > 0
+    targets = np.take_along_axis(micro.batch.slot_target, micro.batch.term_slot, axis=1)
+    return (*(np.asarray(score)[used] for score in scores), targets[used])
+
+
+def _joined(parts: list[tuple[np.ndarray, ...]]) -> EvalPrediction:
+    *scores, targets = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return EvalPrediction(predictions=tuple(scores), label_ids=targets)  # type: ignore[arg-type] # a 3-tuple is fine

@@ -1,0 +1,119 @@
+"""Metrics between two logs. Scalars stay on the device until they are asked for, so that no step waits for them."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from jaxtrl.trainers.data import MicroBatch
+
+
+class Clock:
+    """Seconds of training: evaluating, saving and compiling are left out of the speed."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._paused = 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start - self._paused
+
+    def leave_out(self, seconds: float) -> None:
+        self._paused += seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
+
+
+class Meter:
+    """Collects the metrics of each step and gives the means since the last log.
+
+    `state_dict` holds what a resumed run needs to log exactly what the uninterrupted one would.
+    """
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self.num_tokens = 0
+        self.skipped = 0
+        self.loss_sum = 0.0  # of the steps fetched so far
+        self.steps = 0
+        self._pending: list[dict[str, float]] = []  # of the steps since the last log
+        self._on_device: list[tuple[Any, dict[str, float]]] = []
+        self._window_start = clock.seconds()
+        self._window = dict.fromkeys(("steps", "tokens", "flops"), 0.0)
+
+    def add(self, metrics: Any, micro_batches: Sequence[MicroBatch], flops: float) -> None:
+        """The metrics of a step (a dict of float32 scalars, still being computed) and what it was given."""
+        tokens, padded = (sum(getattr(micro, name) for micro in micro_batches) for name in ("tokens", "padded"))
+        self._on_device.append((metrics, {"tokens": tokens, "padded": padded}))
+        for name, value in (("steps", 1), ("tokens", tokens), ("flops", flops)):
+            self._window[name] += value
+
+    def wait_for_step_before_last(self) -> None:
+        """Keeps the host at most two steps ahead of the device: its queue and the progress bar stay honest."""
+        if len(self._on_device) > 1:
+            jax.block_until_ready(self._on_device[-2][0])
+
+    def _fetch(self) -> None:
+        for metrics, counts in jax.device_get(self._on_device):
+            step = {name: float(value) for name, value in metrics.items()}
+            self.loss_sum += step["loss"]
+            self.steps += 1
+            self.skipped += int(step.pop("skipped"))
+            self.num_tokens += int(counts["tokens"])
+            self._pending.append({**step, **counts})
+        self._on_device = []
+
+    def log(self) -> dict[str, float | int]:
+        """The metrics since the last log (means over steps as in TRL, the last grad_norm). Waits for the device."""
+        self._fetch()
+        if not self._pending:
+            return {}
+        logs: dict[str, float | int] = {
+            "loss": self._mean("loss"),
+            "grad_norm": self._pending[-1]["grad_norm"],
+            "entropy": self._mean("entropy"),
+            "mean_token_accuracy": self._mean("mean_token_accuracy"),
+            "num_tokens": self.num_tokens,
+            "padding_share": 1 - self._sum("tokens") / self._sum("padded"),
+            "skipped_steps": self.skipped,
+        }
+        self._pending = []
+        return logs
+
+    def speed(self) -> tuple[float, float, float]:
+        """(tokens, FLOPs, steps) per second since the last call."""
+        seconds = max(self.clock.seconds() - self._window_start, 1e-9)
+        tokens, flops, steps = (self._window[name] / seconds for name in ("tokens", "flops", "steps"))
+        self._window = dict.fromkeys(self._window, 0.0)
+        self._window_start = self.clock.seconds()
+        return tokens, flops, steps
+
+    def train_loss(self) -> float:
+        """The mean loss over all steps of the run."""
+        self._fetch()
+        return self.loss_sum / max(self.steps, 1)
+
+    def _sum(self, name: str) -> float:
+        return sum(step[name] for step in self._pending)
+
+    def _mean(self, name: str) -> float:
+        return self._sum(name) / len(self._pending)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values. Waits for the device."""
+        self._fetch()
+        names = ("num_tokens", "skipped", "loss_sum", "steps")
+        return {**{name: getattr(self, name) for name in names}, "pending": list(self._pending)}
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        for name in ("num_tokens", "skipped", "loss_sum", "steps"):
+            setattr(self, name, stored[name])
+        self._pending = [dict(step) for step in stored["pending"]]

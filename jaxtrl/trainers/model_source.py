@@ -1,0 +1,67 @@
+"""What may be given as a model and as a tokenizer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from jaxtrl.assets import tokenizer_path
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.hf import load_params, resolve_model
+from jaxtrl.model.qwen3 import Qwen3, model_params
+
+
+class FoundModel(NamedTuple):
+    """A model whose weights are not read yet: the data is checked first."""
+
+    config: Qwen3Config
+    source: Path | None  # the folder; None for an instance
+    stored_dtype: str  # of the weights in the folder
+    load_params: Callable[[], dict[str, Any]]  # float32
+
+
+def find_model(model: str | Path | Qwen3) -> FoundModel:
+    """From a folder, a hub id or a `Qwen3`, whose arrays the trainer takes over."""
+    if isinstance(model, Qwen3):
+        return FoundModel(model.config, None, "float32", lambda: model_params(model))
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model must be a path, a hub id or a jaxtrl.Qwen3, not {type(model).__name__}.")
+    folder = resolve_model(model)
+    config = Qwen3Config.from_pretrained(folder)
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    return FoundModel(config, folder, stored, lambda: load_params(folder, dtype=np.float32)[1])
+
+
+def load_tokenizer(source: Path | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a model."""
+    if source is None:
+        raise ValueError("processing_class is missing: a Qwen3 instance has no tokenizer of its own, pass one.")
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{source} has no tokenizer that can be loaded ({reason}).") from None
+
+
+def tiny_model(seed: int) -> tuple[Qwen3, PreTrainedTokenizerBase]:
+    """The embedded default: a Qwen3 of under a million parameters with random weights, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path())
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3(config, rngs=nnx.Rngs(seed)), tokenizer

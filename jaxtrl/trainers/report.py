@@ -1,0 +1,78 @@
+"""What is said before training and after it."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from jaxtrl.hardware.devices import describe_devices
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import abstract_params
+from jaxtrl.rows.batch import Sample
+from jaxtrl.rows.order import BatchSizes
+from jaxtrl.rows.tokenize import TokenizeReport, show_example
+from jaxtrl.train.compiled import Program, Programs
+from jaxtrl.trainers.data import Batches
+from jaxtrl.trainers.sft_config import SFTConfig
+
+MAX_EXAMPLE_TOKENS = 200
+
+
+def introduction(
+    config: Qwen3Config,
+    args: SFTConfig,
+    dtype: np.dtype,
+    sizes: BatchSizes,
+    state: TrainerState,
+    data: dict[str, tuple[TokenizeReport, Batches]],
+) -> str:
+    """Aligned `name  value` lines: model, devices, data, shapes, steps."""
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(config)))
+    head = "tied head" if config.tie_word_embeddings else "own head"
+    lines = {
+        "model": f"Qwen3, {count:,} parameters, {config.num_hidden_layers} layers, {head}",
+        "devices": describe_devices(jax.devices()[: sizes.devices]),
+        "compute": f"{dtype}, float32 parameters, {'' if args.gradient_checkpointing else 'no '}gradient checkpointing",
+    }
+    for name, (report, batches) in data.items():
+        packed = "" if batches.lines.packing is None else f", packed into {batches.lines.count or 'a stream of'} rows"
+        lines[name.replace("_", " ")] = f"{report.summary()}{packed}"
+    shapes = data["train"][1].shapes
+    lines["shapes"] = f"pad_to_multiple_of {args.pad_to_multiple_of}" + "".join(
+        f", {shape}" for shape in shapes.classes
+    )
+    lines["steps"] = (
+        f"{state.max_steps:,} of {sizes.rows_per_step} rows ({sizes.per_device} a device, {sizes.devices} devices, "
+        f"{sizes.accumulation} micro-batches), {state.num_train_epochs} epochs"
+    )
+    lines["output"] = str(args.output_dir)
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def show_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
+    """The decoded sample with rich markup: trained tokens green."""
+    return show_example(tokenizer, sample.input_ids, sample.loss_mask, MAX_EXAMPLE_TOKENS)
+
+
+def describe_compile(program: Program) -> str:
+    source = "loaded from the compile cache" if program.from_cache else "compiled"
+    memory = f", {program.memory_bytes / 2**30:.2f} GiB" if program.memory_bytes else ""
+    return f"program {program.kind} {_describe_shape(program.shape)}: {source} in {program.seconds:.1f} s{memory}"
+
+
+def _describe_shape(shape: Any) -> str:
+    sizes = shape._asdict() if hasattr(shape, "_asdict") else {}
+    return ", ".join(f"{size} {name}" for name, size in sizes.items())
+
+
+def summary(logs: dict[str, float | int], steps: int, programs: Programs, folder: Path) -> str:
+    """The last lines of a run."""
+    cached = f", {programs.from_cache} from the cache" if programs.from_cache else ""
+    return (
+        f"{steps:,} steps, {logs['num_tokens']:,} tokens, mean loss {logs['train_loss']:.4f} in "
+        f"{logs['train_runtime']:.1f} s; {programs.count} programs took {programs.seconds:.1f} s{cached}\n"
+        f"metrics: {folder / 'metrics.jsonl'}   checkpoints and model: {folder}"
+    )

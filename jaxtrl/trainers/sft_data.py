@@ -1,0 +1,65 @@
+"""From what a user passes as a data set to the lines of training or evaluation, for the options of SFTConfig."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from jaxtrl.rows.batch import Sample
+from jaxtrl.rows.order import epoch_order
+from jaxtrl.rows.sources import load_source
+from jaxtrl.rows.tokenize import TokenizeOptions, TokenizeReport, tokenize_dataset
+from jaxtrl.trainers.data import Lines, Packing, StreamLines
+from jaxtrl.trainers.sft_config import SFTConfig
+
+SHUFFLE_ONCE = 2**63  # the epoch number whose order `shuffle_dataset` uses: no epoch of training reaches it
+STREAM_BUFFER = 1000  # rows of a stream among which `shuffle_dataset` chooses the next
+
+
+class PreparedData(NamedTuple):
+    """Lines, what happened to the rows (of a stream: so far), and the first sample."""
+
+    lines: Lines | StreamLines
+    report: TokenizeReport
+    example: Sample | None
+
+
+def prepare_data(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    args: SFTConfig,
+    vocab_size: int,
+    *,
+    packed: bool,
+    shuffled: bool,
+    formatting_func: Callable[[dict[str, Any]], str] | None = None,
+) -> PreparedData:
+    """Tokenise, shuffle once where asked, and pack. Bad rows raise ValueError that names them."""
+    options = TokenizeOptions(
+        dataset_text_field=args.dataset_text_field,
+        max_length=None if packed and args.packing_strategy != "bfd" else args.max_length,
+        truncation_mode=args.truncation_mode,
+        completion_only_loss=args.completion_only_loss,
+        assistant_only_loss=args.assistant_only_loss,
+        eos_token=args.eos_token,
+        chat_template_kwargs=args.chat_template_kwargs,
+        vocab_size=vocab_size,
+    )
+    tokenized, report = tokenize_dataset(
+        load_source(dataset), tokenizer, options, formatting_func=formatting_func, num_proc=args.dataset_num_proc
+    )
+    packing = None
+    if packed:
+        assert args.max_length is not None  # SFTConfig has checked it
+        packing = Packing(args.packing_strategy, args.max_length)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if isinstance(tokenized, IterableDataset):
+        if shuffled:
+            tokenized = tokenized.shuffle(seed=seed, buffer_size=STREAM_BUFFER)
+        return PreparedData(StreamLines(tokenized, packing), report, None)
+    assert isinstance(tokenized, Dataset)
+    if shuffled:
+        tokenized = tokenized.select(epoch_order(seed, SHUFFLE_ONCE, len(tokenized)))
+    lines = Lines(tokenized, packing)
+    return PreparedData(lines, report, lines.load([0])[0][0])

@@ -1,0 +1,423 @@
+"""SFTTrainer: supervised fine-tuning under TRL's names."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import EvalPrediction, TrainOutput
+
+from jaxtrl.hardware.compile_cache import enable_compile_cache
+from jaxtrl.hardware.devices import peak_flops
+from jaxtrl.model.hf import save_pretrained
+from jaxtrl.model.qwen3 import Qwen3, model_graphdef
+from jaxtrl.rows.chat import set_chat_template
+from jaxtrl.rows.order import BatchSizes, DataPosition
+from jaxtrl.train.checkpoint import restore
+from jaxtrl.train.compiled import Program, Programs
+from jaxtrl.train.flops import train_flops
+from jaxtrl.train.mesh import make_mesh, row_count
+from jaxtrl.train.state import TrainState
+from jaxtrl.trainers import report, saving
+from jaxtrl.trainers.callbacks import Callbacks
+from jaxtrl.trainers.data import Batches, MicroBatch
+from jaxtrl.trainers.evaluation import evaluate
+from jaxtrl.trainers.logging import Display, check_trackers
+from jaxtrl.trainers.meter import Clock, Meter
+from jaxtrl.trainers.model_source import find_model, load_tokenizer
+from jaxtrl.trainers.prefetch import prefetch
+from jaxtrl.trainers.run import Run
+from jaxtrl.trainers.sft_config import SFTConfig
+from jaxtrl.trainers.sft_data import PreparedData, prepare_data
+from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
+
+
+class SFTTrainer:
+    """Fine-tunes a Qwen3 on next-token prediction; arguments as in TRL.
+
+    Args:
+        model: folder of a checkpoint, hub id, or a `Qwen3` (which the trainer takes over and keeps up to date).
+        args: options; None means the defaults.
+        train_dataset: anything `load_source` takes: a `datasets.Dataset`, `IterableDataset` (needs `max_steps`), a list
+            of dicts, a path. Needed for `train`.
+        eval_dataset: the same, or a dict of them by name.
+        processing_class: the tokenizer; None loads the one beside the model.
+        compute_metrics: gets an `EvalPrediction` and returns a dict. Logits over the vocabulary are never kept, so
+            `predictions` is (log-prob, entropy, hit) of every trained token, float32[n] each, and `label_ids` the ids.
+        callbacks: `transformers.TrainerCallback` objects or classes.
+        optimizers: (optax transformation, its learning-rate schedule for the log); None builds AdamW from `args`.
+        formatting_func: row -> text.
+        mesh: devices to train on, by `jaxtrl.make_mesh`; None takes all.
+
+    Raises ValueError, FileNotFoundError or TypeError, each with one sentence, for input that cannot be trained on.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Qwen3,
+        args: SFTConfig | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[optax.GradientTransformation | None, Callable[[int], Any] | None] = (None, None),
+        formatting_func: Callable[[dict[str, Any]], str] | None = None,
+        mesh: Mesh | None = None,
+    ):
+        self.args = args = SFTConfig() if args is None else args
+        check_trackers(args.report_to or [])
+        self.display = Display(None if args.disable_tqdm is None else not args.disable_tqdm)
+        self.compile_cache = enable_compile_cache(args.compile_cache)
+        self.mesh = make_mesh() if mesh is None and jax.device_count() > 1 else mesh
+
+        found = find_model(model)
+        self.config = found.config
+        self._source, self._stored_dtype = found.source, found.stored_dtype
+        self.processing_class = processing_class or load_tokenizer(found.source, args.trust_remote_code)
+        if args.chat_template_path is not None:
+            set_chat_template(self.processing_class, args.chat_template_path)
+        self._data: dict[str, PreparedData] = {}
+        self._batches: dict[str, Batches] = {}
+        self._formatting_func = formatting_func
+        named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+        evals = {f"eval_{name}".rstrip("_"): data for name, data in named.items()}
+        for name, dataset in {"train": train_dataset, **evals}.items():
+            if dataset is not None:
+                self._prepare(name, dataset)
+        if args.eval_strategy != "no" and not self._eval_names():
+            raise ValueError("eval_dataset is missing: eval_strategy is set, so give data to evaluate on.")
+
+        self._model = model if isinstance(model, Qwen3) else None
+        self._params: Any = found.load_params()  # until training takes them over
+        self._train_state: TrainState | None = None
+        self._optimizers = optimizers
+        self.compute_metrics = compute_metrics
+        self.clock = Clock()
+        self.programs = Programs(self._say_compiled)
+        self.steps = SFTSteps(self.config, args, self.mesh, self.programs)
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.callbacks = Callbacks(callbacks or [])
+        self._run: Run | None = None
+        self._call("on_init_end")
+
+    # Training
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Train to the end; the model is saved in `output_dir` unless `save_strategy` is "no".
+
+        `resume_from_checkpoint`: a checkpoint folder, or True for the newest complete one of the run in `output_dir`
+        (where there is none yet, training starts at step 0). Resuming continues bit for bit; a checkpoint of another
+        model, optimizer, dtype, shape set or data raises CheckpointError.
+        """
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        position, start = self._begin(resume), time.perf_counter()
+        try:
+            self._train_loop(position)
+            return self._finish(time.perf_counter() - start)
+        finally:
+            self._end()
+
+    def _train_loop(self, position: DataPosition) -> None:
+        """The whole of training. An optimizer step is a list of micro-batches, each one token row per device."""
+        state, control, meter, batches = self.state, self.control, self.meter, self._batches["train"]
+        self._call("on_train_begin")
+        if self.args.eval_on_start and state.global_step == 0:
+            self.evaluate()
+        while state.global_step < state.max_steps and not control.should_training_stop:
+            epoch, control.should_epoch_stop = position.epoch, False
+            self._call("on_epoch_begin")
+            # The next batches are built in a thread while the device computes; their order is that of the data.
+            upcoming = prefetch(batches.epoch_steps(self._sizes, position, self._data_seed, self._shuffled))
+            with closing(upcoming):
+                for micro_batches, position in upcoming:
+                    control.should_log = control.should_evaluate = control.should_save = False
+                    self._call("on_step_begin")
+                    meter.wait_for_step_before_last()
+                    self._train_state, metrics = self.steps.train(self._train_state, micro_batches)
+                    meter.add(metrics, micro_batches, self._count_flops(micro_batches))
+                    state.global_step += 1
+                    state.epoch = self._epoch_at(position)
+                    self.display.step(state.global_step)
+
+                    self._call("on_step_end")
+                    if control.should_epoch_stop and position.epoch == epoch:
+                        position = DataPosition(epoch + 1, 0)
+                    if position.epoch > epoch or control.should_training_stop:
+                        self._call("on_epoch_end")
+                    if control.should_log:
+                        self._log_training()
+                    if control.should_evaluate:
+                        self._evaluate_for_best()
+                    if control.should_save:
+                        self._save_checkpoint(position)
+                    if control.should_training_stop or control.should_epoch_stop:
+                        break
+
+    def _begin(self, resume: bool | str | Path | None) -> DataPosition:
+        """Set up a run, or take one up again; returns where its data begin."""
+        if "train" not in self._batches:
+            raise ValueError("train_dataset is missing: pass the data to train on.")
+        args, batches, folder = self.args, self._batches["train"], Path(str(self.args.output_dir))
+        self._sizes = BatchSizes(batches.per_device, row_count(self.mesh), args.gradient_accumulation_steps)
+        total = self._sizes.total_steps(batches.lines.count, args.num_train_epochs, args.max_steps)
+        optimizer, self._learning_rate = self._optimizers
+        if optimizer is None:
+            optimizer, self._learning_rate = make_adamw(args, total)
+        self.steps.prepare_training(optimizer)
+        path = saving.find_resume_path(resume, folder)
+        resumed = None if path is None else saving.read_checkpoint(path, self._facts())
+        self.meter, self.control = Meter(self.clock), TrainerControl()
+        if resumed is None:
+            self.state, position = TrainerState(), DataPosition()
+            self._train_state = self.steps.create_state(self.params)
+        else:
+            self.state, position = resumed.state, resumed.position
+            self.meter.load_state_dict(resumed.meter)
+            self.callbacks.restore(resumed.callbacks)
+            self._params = self._train_state = None  # the memory is needed for what is read
+            self._train_state = restore(resumed.path, self.steps.abstract_state())
+        self._params = None
+        self.state.compute_steps(args, total)
+        self.state.max_steps, self.state.num_train_epochs = total, self._epochs(total)
+        run_id, step = (None, None) if resumed is None else (resumed.run_id, self.state.global_step)
+        self._run = Run(folder, args, run_id, step, saving.companion_files(self.config, self.processing_class))
+        self._introduce(resume, path)
+        self.display.start(total, self.state.global_step)
+        return position
+
+    def _finish(self, seconds: float) -> TrainOutput:
+        """Best parameters where asked for, the final model, the summary."""
+        assert self._run is not None
+        self._run.checkpoints.wait()
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            self.display.say(f"loading the best checkpoint {best} ({self.state.best_metric:.4g})")
+            self._train_state = None
+            self._train_state = restore(best, self.steps.abstract_state())
+        steps = self.state.global_step
+        logs: dict[str, float | int] = {
+            "train_runtime": seconds,
+            "train_steps_per_second": steps / seconds,
+            "train_loss": self.meter.train_loss(),
+            "num_tokens": self.meter.num_tokens,
+            "programs": self.programs.count,
+            "compile_seconds": self.programs.seconds,
+        }
+        self.log(logs)
+        self._call("on_train_end")
+        if self.args.save_strategy != "no":
+            self.save_model()
+        self.display.say(report.summary(logs, steps, self.programs, self._run.folder))
+        return TrainOutput(steps, float(logs["train_loss"]), dict(logs))
+
+    def _end(self) -> None:
+        """However training ended: complete what is being written, and give the parameters to the model."""
+        self.display.stop()
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    # Evaluation
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float | int]:
+        """Metrics of the evaluation data (or of `eval_dataset`), a token mean over all of it; logged too."""
+        if eval_dataset is not None:
+            self._prepare("eval", eval_dataset)
+        if not self._eval_names():
+            raise ValueError("eval_dataset is missing: pass data to evaluate on.")
+        params = self.steps.place(self.params)
+        metrics: dict[str, float | int] = {}
+        for name in self._eval_names():
+            result = evaluate(
+                self._batches[name].in_order(row_count(self.mesh)),
+                lambda micro: self.steps.evaluate(params, micro),
+                (lambda micro: self.steps.score(params, micro)) if self.compute_metrics else None,
+                prefix := metric_key_prefix + name.removeprefix("eval"),
+            )
+            metrics |= result.metrics
+            if self.compute_metrics is not None and result.predictions is not None:
+                own = self.compute_metrics(result.predictions)
+                metrics |= {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in own.items()}
+        self.log(metrics)
+        self._call("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _evaluate_for_best(self) -> None:
+        """Evaluate during training, and note whether it is the best so far."""
+        with self.clock.paused():
+            metrics = self.evaluate()
+        wanted = self.args.metric_for_best_model
+        if wanted is None:
+            return
+        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model: evaluation gives no {name}; it gives {', '.join(metrics)}.")
+        value, best = float(metrics[name]), self.state.best_metric
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            self.control.should_save |= self.args.save_strategy == "best"
+
+    def _eval_names(self) -> list[str]:
+        return [name for name in self._batches if name != "train"]
+
+    # Logging and saving
+
+    def log(self, logs: Mapping[str, float | int], seconds_left: float | None = None) -> None:
+        """Send metrics to metrics.jsonl, trackers, terminal and callbacks."""
+        logs = {"epoch": self.state.epoch, **logs}
+        step = self.state.global_step
+        self.state.log_history.append({**logs, "step": step})
+        self.display.log(logs, step, seconds_left)
+        if self._run is not None:
+            self._run.log(logs, step)
+        self._call("on_log", logs=logs)
+
+    def _log_training(self) -> None:
+        logs = self.meter.log()
+        tokens, flops, steps = self.meter.speed()
+        if self._learning_rate is not None:
+            logs["learning_rate"] = float(self._learning_rate(self.state.global_step - 1))
+        logs["tokens_per_second"] = tokens
+        logs["programs"], logs["compile_seconds"] = self.programs.count, self.programs.seconds
+        peak = self._peak_flops()
+        if peak is not None:
+            logs["mfu"] = flops / peak
+        self.log(logs, (self.state.max_steps - self.state.global_step) / steps)
+
+    def _save_checkpoint(self, position: DataPosition) -> None:
+        assert self._run is not None
+        state, writer = self.state, self._run.checkpoints
+        with self.clock.paused():
+            if state.best_global_step == state.global_step:
+                state.best_model_checkpoint = str(writer.path(state.global_step))
+            metadata = saving.checkpoint_metadata(
+                self._run.run_id, state, position, self._facts(), self.meter.state_dict(), self.callbacks.state()
+            )
+            keep = None if state.best_model_checkpoint is None else state.best_global_step
+            writer.save(state.global_step, self._train_state, metadata, keep)
+        self._call("on_save")
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model in Hugging Face format, with its tokenizer, to `output_dir` (default: that of the run)."""
+        folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
+        stored = self._stored_dtype if self.args.dtype == "auto" else self.args.dtype
+        save_pretrained((self.config, self.params), folder, dtype=jnp.dtype(stored), source=self._source)
+        self.processing_class.save_pretrained(folder)
+
+    # What the rest is made of
+
+    @property
+    def params(self) -> Any:
+        """The current parameters, a nested dict."""
+        return self._params if self._train_state is None else self._train_state.params
+
+    @property
+    def model(self) -> Qwen3:
+        """The model with the current parameters. A training step takes its arrays over: ask again afterwards."""
+        if self._model is None:
+            self._model = nnx.merge(model_graphdef(self.config), self.params)
+        else:
+            nnx.update(self._model, self.params)
+        return self._model
+
+    def _prepare(self, name: str, dataset: Any) -> None:
+        """Tokenise, pack and choose shapes for the data set called "train", "eval" or "eval_NAME"."""
+        args, train = self.args, name == "train"
+        packed = args.packing if train or args.eval_packing is None else args.eval_packing
+        self._data[name] = prepare_data(
+            dataset,
+            self.processing_class,
+            args,
+            self.config.vocab_size,
+            packed=packed,
+            shuffled=train and args.shuffle_dataset,
+            formatting_func=self._formatting_func,
+        )
+        per_device = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
+        assert args.pad_to_multiple_of is not None  # SFTConfig makes it "none"
+        self._batches[name] = Batches(self._data[name].lines, per_device, args.pad_to_multiple_of)
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    @property
+    def _shuffled(self) -> bool:
+        return self.args.train_sampling_strategy == "random"
+
+    def _facts(self) -> dict[str, Any]:
+        """What decides batches and programs, and so must not change between saving and resuming."""
+        batches = self._batches["train"]
+        return {
+            "per_device_train_batch_size": batches.per_device,
+            "the number of devices": row_count(self.mesh),
+            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+            "the number of rows": batches.lines.count,
+            "the data (checksum of lengths)": batches.lines.fingerprint,
+            "the order's seed": self._data_seed,
+            "train_sampling_strategy": self.args.train_sampling_strategy,
+            "the shape set": batches.shapes.to_json(),
+            "the compute dtype": str(self.steps.dtype),
+            "loss_type": self.args.loss_type,
+            "the model's config": self.config.to_dict(),
+        }
+
+    def _micro_batches_per_epoch(self) -> int:
+        """Of a stream, whose length is unknown, the whole run counts as one epoch (as in Transformers)."""
+        count, sizes = self._batches["train"].lines.count, self._sizes
+        if count is None:
+            return self.state.max_steps * sizes.accumulation
+        return -(-count // (sizes.per_device * sizes.devices))
+
+    def _epoch_at(self, position: DataPosition) -> float:
+        done = -(-position.offset // (self._sizes.per_device * self._sizes.devices))
+        return position.epoch + done / self._micro_batches_per_epoch()
+
+    def _epochs(self, total_steps: int) -> int:
+        count = self._batches["train"].lines.count
+        return 1 if count is None else -(-total_steps // self._sizes.steps_per_epoch(count))
+
+    def _peak_flops(self) -> float | None:
+        peak = peak_flops(jax.devices()[0], str(self.steps.dtype))
+        return None if peak is None else peak * row_count(self.mesh)
+
+    def _count_flops(self, micro_batches: list[MicroBatch]) -> float:
+        """Model FLOPs of a step, as MFU counts them: real tokens, nothing for recomputation."""
+        tokens, pairs, slots = (sum(getattr(m, name) for m in micro_batches) for name in ("tokens", "pairs", "slots"))
+        return train_flops(self.config, tokens, pairs, slots, remat="matmuls").total
+
+    def _introduce(self, resume: bool | str | Path | None, path: Path | None) -> None:
+        """Say what is going to be trained on what, with one example."""
+        data = {name: (data.report, self._batches[name]) for name, data in self._data.items()}
+        self.display.say(report.introduction(self.config, self.args, self.steps.dtype, self._sizes, self.state, data))
+        example = self._data["train"].example
+        if example is not None:
+            self.display.say("example (trained tokens are marked):")
+            self.display.show(report.show_sample(self.processing_class, example))
+        if path is not None:
+            self.display.say(f"resuming from {path}")
+        elif resume:
+            self.display.say(f"no checkpoint of this run in {self.args.output_dir} yet: starting at step 0")
+
+    def _say_compiled(self, program: Program) -> None:
+        self.clock.leave_out(program.seconds)
+        self.display.say(report.describe_compile(program))
+
+    def _call(self, event: str, **kwargs: Any) -> None:
+        """Call the callbacks; what they decide is in `self.control` afterwards."""
+        if len(self.callbacks.callbacks) > 1:
+            kwargs["model"] = self.model
+        control = self.callbacks.call(
+            event, self.args, self.state, self.control, processing_class=self.processing_class, **kwargs
+        )
+        if control is not self.control:
+            vars(self.control).update(vars(control))
