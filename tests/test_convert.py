@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax.numpy as jnp
@@ -167,16 +168,15 @@ def test_a_damaged_flax_folder_is_one_clear_error(hf, tmp_path, capsys):
     (flax / "config.json").write_text(json.dumps(config))
     data = max((path for path in flax.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     for damage, message in (
-        (lambda: data.write_bytes(data.read_bytes()[:1000]), "cannot be read ("),
-        (data.unlink, "embed_tokens cannot be read ("),
-        ((flax / "params" / "_METADATA").unlink, "its metadata cannot be read ("),
+        (lambda: data.write_bytes(data.read_bytes()[:1000]), r"model: [a-z_.]+ cannot be read \("),
+        (data.unlink, r"model: [a-z_.]+ cannot be read \("),
+        ((flax / "params" / "_METADATA").unlink, r"model: its metadata cannot be read \("),
     ):
         damage()
         code, _, error = run(capsys, "verify", hf, flax, "--no_logits")
         assert code == 1
         assert error.count("\n") == 1
-        assert "params is no complete Orbax checkpoint of a model: " in error
-        assert message in error
+        assert re.search(f"params is no complete Orbax checkpoint of a {message}", error)
 
 
 def test_no_arguments_round_trips_a_tiny_model(capsys, monkeypatch):
