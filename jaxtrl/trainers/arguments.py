@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from jaxtrl.trainers.options import check_names, convert, hints, member_types
+from jaxtrl.trainers.options import check_names, convert, fields_of, hints, member_types
 
 _EPILOG = (
     "Truth values: --packing, --packing true, --packing false and --no_packing. JSON values are quoted: "
@@ -50,7 +50,7 @@ def parse(
         chosen = {} if config is None else read_config(classes, Path(config))
         for name, text in values.items():
             chosen[name] = _convert_at(_owner(classes, name), name, text, "--")
-        return tuple(cls(**{name: chosen[name] for name in _fields(cls) if name in chosen}) for cls in classes)
+        return tuple(cls(**{name: chosen[name] for name in fields_of(cls) if name in chosen}) for cls in classes)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
 
@@ -68,7 +68,7 @@ def make_parser(classes: Sequence[type], *, prog: str | None = None, description
     parser.add_argument("--config", metavar="FILE.yaml", help="YAML file with any of the options below; flags win.")
     groups: dict[str, Any] = {}
     for cls in classes:
-        for field in _fields(cls).values():
+        for field in fields_of(cls).values():
             title = field.metadata["group"]
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
@@ -134,12 +134,8 @@ def _shown(default: Any) -> str:
     return "none" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field]:
-    return {field.name: field for field in dataclasses.fields(cls) if field.init}
-
-
 def _owner(classes: Sequence[type], name: str) -> type:
-    return next(cls for cls in classes if name in _fields(cls))
+    return next(cls for cls in classes if name in fields_of(cls))
 
 
 def _convert_at(cls: type, name: str, value: Any, place: str) -> Any:
@@ -163,7 +159,7 @@ def _underscores(text: str) -> str:
 def _refuse_rest(classes: Sequence[type], rest: Sequence[str]) -> None:
     """Raises for what the parser did not know: unknown or refused flags first, else an argument without a flag."""
     names = [text[2:].partition("=")[0] for text in rest if text.startswith("--")]
-    known = set().union(*(cls.REFUSED for cls in classes if hasattr(cls, "REFUSED")))
-    check_names(classes, [name if name in known else name.removeprefix("no_") for name in names], "flag")
+    refused = set().union(*(getattr(cls, "REFUSED", ()) for cls in classes))
+    check_names(classes, [name if name in refused else name.removeprefix("no_") for name in names], "flag")
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}: every option needs its --name")

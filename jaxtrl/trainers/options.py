@@ -102,6 +102,12 @@ CONVERTERS: dict[type, tuple[Callable[[Any], Any], str]] = {
 
 
 @cache
+def fields_of(cls: Any) -> dict[str, dataclasses.Field]:
+    """Name -> field of each option of an options class."""
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+@cache
 def hints(cls: type) -> dict[str, Any]:
     """Field name -> resolved annotation of an options class."""
     return typing.get_type_hints(cls)
@@ -118,7 +124,6 @@ def convert(cls: type, name: str, value: Any) -> Any:
 
     Numbers and truth values may be given as text. Raises ValueError with one sentence that names the option.
     """
-    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
     members = member_types(hints(cls)[name])
     result = value
     if not (value is None and types.NoneType in members):
@@ -131,7 +136,7 @@ def convert(cls: type, name: str, value: Any) -> Any:
         else:
             expected = " or ".join(CONVERTERS[kind][1] for kind in CONVERTERS if kind in members)
             raise ValueError(f"{name}: expected {expected}, got {value!r}")
-    _check_bounds(field, result)
+    _check_bounds(fields_of(cls)[name], result)
     return result
 
 
@@ -154,7 +159,7 @@ def check_names(classes: Iterable[type], names: Iterable[str], what: str) -> Non
     known: set[str] = set()
     refused: dict[str, str] = {}
     for cls in classes:
-        known |= set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        known |= set(fields_of(cls))
         refused |= getattr(cls, "REFUSED", {})
     wrong = [name for name in names if name not in known]
     reasons = [f"{name} ({refused[name]})" for name in wrong if name in refused]
@@ -162,10 +167,6 @@ def check_names(classes: Iterable[type], names: Iterable[str], what: str) -> Non
         raise ValueError(f"not supported by jaxtrl: {'; '.join(reasons)}")
     if wrong:
         raise TypeError(f"unknown {what} {wrong[0]!r}{nearest(wrong[0], known)}")
-
-
-def _positional(cls: type) -> list[str]:
-    return [name for name, field in cls.__dataclass_fields__.items() if field.init and not field.kw_only]  # type: ignore[attr-defined]
 
 
 class OptionsType(type):
@@ -176,7 +177,8 @@ class OptionsType(type):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         check_names([cls], options, "option")
-        first = [convert(cls, name, value) for name, value in zip(_positional(cls), args, strict=False)]
+        positional = [name for name, field in fields_of(cls).items() if not field.kw_only]
+        first = [convert(cls, name, value) for name, value in zip(positional, args, strict=False)]
         converted = {name: convert(cls, name, value) for name, value in options.items()}
         return super().__call__(*first, *args[len(first) :], **converted)
 

@@ -228,3 +228,10 @@ def test_every_option_documents_itself():
         assert field.metadata["help"].endswith((".", ")")), field.name
         assert field.metadata["group"], field.name
         assert member_types(hints(SFTConfig)[field.name]) <= CONVERTERS.keys(), field.name
+
+
+def test_what_is_no_option_is_unknown():
+    with pytest.raises(TypeError, match="unknown option 'REFUSED'"):
+        SFTConfig(REFUSED={})
+    with pytest.raises(TypeError, match="positional"):
+        SFTConfig("folder", 3)
