@@ -67,7 +67,7 @@ class BatchSizes:
         """Optimizer steps in an epoch of `count` rows; the last one may be short."""
         return -(-count // self.rows_per_step)
 
-    def total_steps(self, count: int | None, num_train_epochs: float = 3.0, max_steps: int = -1) -> int:
+    def total_steps(self, count: int | None, num_train_epochs: float | int = 3.0, max_steps: int = -1) -> int:
         """Optimizer steps of a run: `max_steps` if positive, else `ceil(num_train_epochs * steps per epoch)`.
 
         `count` is None for a streamed data set, whose length is unknown; then `max_steps` has to be given. Raises
