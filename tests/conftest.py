@@ -13,6 +13,11 @@ install_import_hook("jaxtrl", "beartype.beartype")
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# No deadline: a machine busy with other work is no failure. CI draws the same examples every time.
+settings.register_profile("jaxtrl", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("jaxtrl")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
