@@ -1,6 +1,8 @@
 """Model weights as an Orbax checkpoint: `params/` (Orbax) beside config.json and tokenizer files, in one folder."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,19 @@ def is_flax_folder(folder: Path) -> bool:
 
 
 def write_params(folder: Path, params: Mapping[str, Any]) -> None:
-    """Writes the nested dict of arrays to `folder/params`, in their dtypes. The folder must not hold one already."""
+    """Writes the nested dict of numpy arrays to `folder/params`, in their dtypes. It must not hold a checkpoint
+    already.
+    """
     import orbax.checkpoint as ocp
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save((folder / PARAMS).absolute(), params)
+    # One uncompressed Zarr array per parameter, written from where it is: Orbax's defaults would hold two more copies of
+    # the model in memory, and weights do not compress.
+    numpy_handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    with _quiet():
+        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, numpy_handler))
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save((folder / PARAMS).absolute(), params)
 
 
 def read_params(folder: Path) -> dict[str, Any]:
@@ -32,7 +42,7 @@ def read_params(folder: Path) -> dict[str, Any]:
 
     path, name = (folder / PARAMS).absolute(), "its metadata"
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             leaves, treedef = jax.tree_util.tree_flatten_with_path(checkpointer.metadata(path).item_metadata.tree)
             arrays = []
             for keys, _ in leaves:
@@ -46,6 +56,18 @@ def read_params(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is no complete Orbax checkpoint of a model: {name} cannot be read ({reason})"
         ) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax warns through absl about what is meant here (no jax.Array, no OCDBT) or raised anyway."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _nest(keys: Any, leaf: Any) -> Any:
