@@ -14,7 +14,7 @@ from jaxtrl.trainers.sft_config import SFTConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trl_options.json"
 FIELDS = {field.name: field for field in dataclasses.fields(SFTConfig)}
-# What jaxtrl adds: TRL has the first seven in ScriptArguments and ModelConfig, the last two nowhere for SFT.
+# What jaxtrl adds: TRL has the first seven in ScriptArguments and ModelConfig, the others nowhere for SFT.
 ADDED = {
     "model_name_or_path",
     "dtype",
