@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 TRAINING_TEMPLATE_PATH = Path(__file__).parent.parent / "assets" / "qwen3_training.jinja"
@@ -174,9 +174,21 @@ def loses_reasoning(messages: list[dict[str, Any]], text: str) -> bool:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Gives the tokenizer the chat template of `chat_template_path`: a .jinja or .j2 file, or another tokenizer (folder
-    or hub id), whose EOS token is then taken too. Raises ValueError if the tokenizer lacks a token of the other one
-    (the embedding is not enlarged), FileNotFoundError if there is no such file."""
+    """Gives the tokenizer the chat template of `chat_template_path`.
+
+    Args:
+        path: a .jinja or .j2 file; `qwen3_training` for the shipped training template; or another tokenizer (folder or
+            hub id), whose EOS token is then taken too.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: not a tokenizer, or one with tokens that this one lacks (the
+            embedding is not enlarged).
+    """
+    from transformers import AutoTokenizer  # here: this one import pulls in torch where it is installed
+
+    if path == TRAINING_TEMPLATE_PATH.stem:
+        tokenizer.chat_template = _training_text()
+        return
     if path.endswith((".jinja", ".j2")):
         if not Path(path).is_file():
             raise FileNotFoundError(f"chat_template_path: no such file: {path!r}")

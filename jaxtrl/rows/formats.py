@@ -8,9 +8,10 @@ A ValueError raised here says what is wrong with the row; the caller knows which
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from datasets import Features
 from datasets.features import Json, LargeList, List
 
@@ -239,9 +240,11 @@ def _integers(value: Any, column: str) -> list[int]:
     value = _container(value, column)
     if value is None:
         raise ValueError(f"no `{column}` (missing or null)")
-    if not isinstance(value, Sequence) or any(not isinstance(item, int) for item in value):
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list) or any(not isinstance(item, int) for item in value):
         raise ValueError(f"`{column}` must be a list of integers")
-    return list(value)
+    return value
 
 
 # Arrow values to Python objects

@@ -344,7 +344,9 @@ def _is_nested(value: Any) -> bool:
 def _to_array(values: list[Any], column: str) -> pa.Array:
     if not any(map(_is_nested, values)):
         try:
-            return pa.array(values)
+            array = pa.array(values)
+            if array.type != pa.list_(pa.null()):  # empty lists only; pyarrow breaks when it casts this type
+                return array
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
             pass  # mixed types, or an integer beyond 64 bits: kept as JSON
     try:
@@ -359,14 +361,12 @@ def _unify(arrays: list[pa.Array]) -> list[pa.Array]:
     types = {array.type for array in arrays} - {pa.null()}
     if not types:
         return arrays
-    if types == {pa.int64(), pa.float64()}:
-        target = pa.float64()
-    elif len(types) == 1:
-        target = types.pop()
-    else:
-        target = pa.json_()
+    target = types.pop() if len(types) == 1 else pa.float64() if types == {pa.int64(), pa.float64()} else pa.json_()
     if target != pa.json_():
-        return [array.cast(target) for array in arrays]
+        try:
+            return [array if array.type == target else array.cast(target) for array in arrays]
+        except pa.ArrowInvalid:  # an integer that float64 would round
+            target = pa.json_()
     return [array if array.type == target else _as_json(array) for array in arrays]
 
 

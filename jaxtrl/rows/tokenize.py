@@ -108,7 +108,10 @@ class TokenizeReport:
         for count, what in (
             (self.diverged, "rows whose prompt is tokenised differently before its completion"),
             (self.without_eos, "rows without a trained EOS"),
-            (self.lost_reasoning, "rows whose reasoning the chat template leaves out"),
+            (
+                self.lost_reasoning,
+                "rows whose reasoning the chat template leaves out (chat_template_path=qwen3_training keeps it)",
+            ),
         ):
             parts += [f"{count:,} {what}"] if count else []
         return ", ".join(parts) + (f"; chat template: {self.template}" if self.template else "")

@@ -164,6 +164,8 @@ def test_set_chat_template(tokenizer, tmp_path):
     (tmp_path / "own.jinja").write_text(PLAIN_CHATML)
     chat.set_chat_template(tokenizer, str(tmp_path / "own.jinja"))
     assert tokenizer.chat_template == PLAIN_CHATML
+    chat.set_chat_template(tokenizer, "qwen3_training")
+    assert tokenizer.chat_template == TRAINING.text
     other = AutoTokenizer.from_pretrained(str(files("jaxtrl") / "assets" / "tokenizer"))
     other.chat_template, other.eos_token = OTHER, "<|endoftext|>"
     other.save_pretrained(tmp_path / "other")

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from datasets import Dataset, Features, Json, List, Value
 
@@ -131,7 +132,8 @@ def test_tokens_and_masks():
     assert parse_tokens(row, False).loss_mask == [True, True, False]
     padded = {"input_ids": [0, 0, 5, 6], "labels": [-100, -100, -100, 6], "attention_mask": [0, 0, 1, 1]}
     assert parse_tokens(padded, True) == ([5, 6], [False, True])
-    assert parse_tokens({"input_ids": "[5, 6]"}, True).input_ids == [5, 6]
+    for value in ("[5, 6]", np.array([5, 6])):
+        assert parse_tokens({"input_ids": value}, True).input_ids == [5, 6]
     for row, message in (
         ({"input_ids": [5, 6], "labels": [5]}, "`labels` has 1 entries for 2 input_ids"),
         ({"input_ids": [5, 6], "labels": [6, -100]}, "label 6 at position 0"),

@@ -520,7 +520,7 @@ def prepare_with_trl(dataset, tokenizer, completion_only, formatting_func=None, 
         ("gsm8k_train-00000-of-00002.jsonl", 100, {"solution": "text", "prompt": "x"}, {}),
         ("agent_turns_sample.jsonl", 20, {}, {"max_length": None}),
         ("agent_turns_sample.jsonl", 20, {}, {"max_length": 6000, "assistant_only_loss": True}),
-        ("tau_airline_trial0.jsonl", 5, {}, {"max_length": 3000, "assistant_only_loss": True}),
+        ("tau_airline_trial0.jsonl", 8, {}, {"max_length": 5000, "assistant_only_loss": True}),
     ],
 )
 def test_ids_and_labels_are_trls(qwen3_tokenizer, shared_data, file, rows, columns, options):
