@@ -1,6 +1,8 @@
 """Epochs, steps and resume positions: cases C09 (data side), C12, C15, C16, and Hugging Face Trainer's arithmetic."""
 
+import itertools
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,24 +118,20 @@ def test_a_stream_is_read_once_and_one_item_ahead():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("count", [1, 7, 8, 16, 17, 100])
-@pytest.mark.parametrize("accumulation", [1, 3, 4])
 @pytest.mark.parametrize(("epochs", "max_steps"), [(1.0, -1), (3.0, -1), (0.3, -1), (2.5, -1), (3.0, 11)])
-def test_step_counts_are_the_trainers(count, accumulation, epochs, max_steps):
+def test_step_counts_are_the_trainers(epochs, max_steps):
     pytest.importorskip("torch")
-    from types import SimpleNamespace
-
     from transformers import Trainer
 
-    args = SimpleNamespace(max_steps=max_steps, gradient_accumulation_steps=accumulation, num_train_epochs=epochs)
-
-    trainer = SimpleNamespace(
-        get_total_train_batch_size=lambda _: 2 * accumulation, get_sp_size=lambda: 1, num_examples=lambda _: count
-    )
-    theirs = Trainer.set_initial_training_values(trainer, args, range(-(-count // 2)))
-    batch_sizes = BatchSizes(2, 1, accumulation)
-    assert batch_sizes.steps_per_epoch(count) == theirs[1]
-    assert batch_sizes.total_steps(count, epochs, max_steps) == theirs[-1]
+    for count, accumulation in itertools.product([1, 7, 8, 16, 17, 100], [1, 3, 4]):
+        args = SimpleNamespace(max_steps=max_steps, gradient_accumulation_steps=accumulation, num_train_epochs=epochs)
+        trainer = SimpleNamespace(
+            get_total_train_batch_size=lambda _: 0, get_sp_size=lambda: 1, num_examples=lambda loader: len(loader)
+        )
+        theirs = Trainer.set_initial_training_values(trainer, args, range(-(-count // 2)))
+        batch_sizes = BatchSizes(2, 1, accumulation)
+        assert batch_sizes.steps_per_epoch(count) == theirs[1]
+        assert batch_sizes.total_steps(count, epochs, max_steps) == theirs[-1]
 
 
 def test_refusals():
