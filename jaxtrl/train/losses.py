@@ -1,0 +1,75 @@
+"""Losses over the terms of a row, and sums over the terms of one slot (DESIGN.md section 6).
+
+A supervised loss is a function of a term's log-prob alone, so the terms of one slot are one loss with their summed weight:
+sum_t weight_t l(logp[slot_t]) = sum_s weight_s l(logp_s). Divided once, over all micro-batches and devices.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxtrl.train.mesh import vary, varying_axes
+
+SLOT_CHUNK = 256  # slots compared with all terms at a time
+
+
+class SupervisedLoss(NamedTuple):
+    """A loss l(logp) whose derivative is -slope(logp), the rest of the formula being constant: l = -slope(logp) * logp."""
+
+    slope: Callable[[Array], Array] | None  # None: 1
+    value: Callable[[Array], Array]
+
+
+def nll(logp: Float[Array, "n"]) -> Float[Array, "n"]:
+    """Negative log-likelihood, -log p."""
+    return -logp
+
+
+def dft(logp: Float[Array, "n"]) -> Float[Array, "n"]:
+    """Dynamic fine-tuning (https://arxiv.org/abs/2508.05629), -stop_gradient(p) log p: NLL weighted by the probability."""
+    return -lax.stop_gradient(jnp.exp(logp)) * logp
+
+
+SUPERVISED = {"nll": SupervisedLoss(None, nll), "dft": SupervisedLoss(jnp.exp, dft)}
+
+
+def supervised_loss(loss_type: str) -> SupervisedLoss:
+    """The loss of that name; raises ValueError for another."""
+    if loss_type not in SUPERVISED:
+        raise ValueError(f"loss_type is {loss_type!r}: use one of {', '.join(SUPERVISED)}")
+    return SUPERVISED[loss_type]
+
+
+def sum_by_slot(columns: Float[Array, "t k"], term_slot: Int[Array, "t"], slots: int) -> Float[Array, "slots k"]:
+    """Sum of the terms of each slot: a product with [slots, terms] comparisons, made in chunks (a scatter of scalars is
+    slow on Neuron, and so would be the gradient of a gather)."""
+    count = -(-slots // SLOT_CHUNK)
+    index = lax.iota(jnp.int32, count * SLOT_CHUNK).reshape(count, SLOT_CHUNK)
+    columns = columns.astype(jnp.float32)
+
+    def chunk(slot):
+        own = (slot[:, None] == term_slot).astype(jnp.float32)
+        return jnp.dot(own, columns, precision=lax.Precision.HIGHEST)
+
+    sums = lax.map(chunk, vary(index, varying_axes((columns, term_slot))))
+    return sums.reshape(count * SLOT_CHUNK, -1)[:slots]
+
+
+@jax.custom_vjp
+def take_slots(values: Float[Array, "slots"], term_slot: Int[Array, "t"]) -> Float[Array, "t"]:
+    """values[term_slot], differentiable without a scatter."""
+    return values[term_slot]
+
+
+def _take_backward(saved, cotangent):
+    values, term_slot = saved
+    total = sum_by_slot(cotangent[:, None], term_slot, values.shape[0])[:, 0]
+    missing = varying_axes(total) - varying_axes(values)
+    return (lax.psum(total, tuple(sorted(missing))) if missing else total), None
+
+
+take_slots.defvjp(lambda values, term_slot: (values[term_slot], (values, term_slot)), _take_backward)

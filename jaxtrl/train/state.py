@@ -1,0 +1,59 @@
+"""What an optimizer step changes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from jaxtrl.model.qwen3 import Qwen3, model_params
+
+
+class TrainState(NamedTuple):
+    """Number of updates, float32 parameters (nested dict), optimizer state. A pytree; steps take one and return one."""
+
+    step: Int[Array, ""]
+    params: Any
+    opt_state: Any
+
+    @classmethod
+    def create(cls, model: Any, optimizer: optax.GradientTransformation) -> "TrainState":
+        """Step 0 of a `Qwen3` or of its parameters, which are copied: steps may donate the state's buffers.
+
+        Everything lies where the parameters lie; moments and other copies of the parameters are sharded as these are,
+        the rest of the state is on all their devices. Traceable (jax.eval_shape).
+        """
+        params = jax.tree.map(
+            lambda x: jnp.array(x, copy=True), model_params(model) if isinstance(model, Qwen3) else model
+        )
+        step = jnp.zeros((), jnp.int32)
+        leaf = jax.tree.leaves(params)[0]
+        if isinstance(leaf, jax.core.Tracer):
+            return cls(step, params, optimizer.init(params))
+        shardings = opt_state_shardings(params, optimizer)
+        # one program, not one for each shape
+        return cls(
+            jax.device_put(step, _everywhere(leaf)), params, jax.jit(optimizer.init, out_shardings=shardings)(params)
+        )
+
+
+def opt_state_shardings(params: Any, optimizer: optax.GradientTransformation) -> Any:
+    """A pytree of shardings for `optimizer.init(params)`, from those of the concrete arrays `params`."""
+    state = jax.eval_shape(optimizer.init, params)
+    rest = _everywhere(jax.tree.leaves(params)[0])
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, param: param.sharding,
+        state,
+        params,
+        transform_non_params=lambda _: rest,
+    )
+
+
+def _everywhere(leaf: Array) -> jax.sharding.Sharding:
+    """The sharding of a small array that every device of `leaf` has."""
+    if isinstance(leaf.sharding, NamedSharding):
+        return NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    return leaf.sharding

@@ -1,0 +1,246 @@
+"""Pure step functions: train, evaluate, score (DESIGN.md sections 3, 6 and 7).
+
+`jax.shard_map` covers loss and gradient, one token row per device; what leaves it are sums over all devices. The optimizer
+runs outside, on global arrays. Sums are divided by the denominator once per optimizer step.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import model_graphdef
+from jaxtrl.rows.batch import RowBatch
+from jaxtrl.train.head import Score, score
+from jaxtrl.train.losses import sum_by_slot, supervised_loss
+from jaxtrl.train.mesh import REPLICATED, ROWS, replicated, row_count, vary, varying_axes
+from jaxtrl.train.optimizer import SkippingOptimizer, global_norm
+from jaxtrl.train.state import TrainState
+
+Metrics = dict[str, Array]
+
+
+class Sums(NamedTuple):
+    """Sums over trained terms of any number of micro-batches; float32 scalars and gradients of `loss`."""
+
+    loss: Float[Array, ""]  # weighted
+    denominator: Float[Array, ""]
+    entropy: Float[Array, ""]
+    hits: Float[Array, ""]
+    terms: Float[Array, ""]
+
+
+class Accumulated(NamedTuple):
+    """What `accumulate` adds to: the gradients of the summed loss, and the sums."""
+
+    gradients: Any
+    sums: Sums
+
+
+class SFTStep:
+    """One optimizer step of supervised fine-tuning; see `make_sft_step`.
+
+    `step(state, *batches) -> state, metrics` is either `fused(state, batch)`, or `init(params)`, then `accumulate(params,
+    acc, batch)` for each batch, then `apply(state, acc)`. All but `init` are jax.jit objects, to be lowered or compiled.
+    """
+
+    def __init__(self, init: Callable, accumulate: Any, apply: Any, fused: Any):
+        self.init, self.accumulate, self.apply, self.fused = init, accumulate, apply, fused
+
+    def __call__(self, state: TrainState, *batches: RowBatch) -> tuple[TrainState, Metrics]:
+        if not batches:
+            raise ValueError("a step needs at least one batch: give the micro-batches after the state")
+        if len(batches) == 1:
+            return self.fused(state, batches[0])
+        acc = self.init(state.params)
+        for batch in batches:
+            acc = self.accumulate(state.params, acc, batch)
+        return self.apply(state, acc)
+
+
+def make_sft_step(
+    config: Qwen3Config,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    *,
+    loss_type: str = "nll",
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "full",
+    unroll: int = 1,
+    donate: bool = True,
+) -> SFTStep:
+    """A pure step on `TrainState` and `RowBatch`es (of one row per device of `mesh`; their shapes may differ).
+
+    The loss is sum(weight * l) / sum(denominator) over all batches and devices, l being "nll" or "dft". Metrics are float32
+    scalars: loss, grad_norm (before clipping), entropy and mean_token_accuracy (over trained terms), num_terms, and
+    skipped: 1 where loss or gradient were not finite, in which case the state comes back as it was. No trained term gives
+    zero loss and gradient. `dtype` is that of the matmuls, parameters and sums stay float32. With `donate` the buffers of
+    the state given to `fused` and `apply`, and of the `acc` given to `accumulate`, are reused and must not be read again.
+    """
+    gradients = _sharded(_make_gradients(config, loss_type, dtype, remat, unroll), mesh)
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Accumulated(zeros, Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)))
+
+    def accumulate(params: Any, acc: Accumulated, batch: RowBatch) -> Accumulated:
+        return jax.tree.map(jnp.add, acc, gradients(params, batch))
+
+    def apply(state: TrainState, acc: Accumulated) -> tuple[TrainState, Metrics]:
+        return _apply(optimizer, state, acc)
+
+    def fused(state: TrainState, batch: RowBatch) -> tuple[TrainState, Metrics]:
+        return _apply(optimizer, state, gradients(state.params, batch))
+
+    def jit(function, *donated):
+        return jax.jit(function, donate_argnums=donated if donate else (), out_shardings=replicated(mesh))
+
+    return SFTStep(jit(init), jit(accumulate, 1), jit(apply, 0), jit(fused, 0))
+
+
+def make_eval_step(
+    config: Qwen3Config,
+    mesh: Mesh | None = None,
+    *,
+    loss_type: str = "nll",
+    dtype: DTypeLike = jnp.float32,
+    unroll: int = 1,
+) -> Any:
+    """jitted eval(params, batch) -> dict of sums over the trained terms of all devices, float32 scalars: loss_sum (weighted),
+    denominator, entropy_sum, hit_sum, num_terms. Sums of several batches may be added, then divided."""
+    loss = supervised_loss(loss_type)
+
+    def evaluate(params: Any, batch: RowBatch) -> Sums:
+        row = _row(batch)
+        weights, counts, used = _slot_weights(row)
+        scored = _score_row(config, params, row, used, dtype, "full", unroll)
+        total = jnp.where(weights != 0, weights * loss.value(scored.logp), 0.0).sum()
+        return _sums(total, row, counts, scored)
+
+    names = ("loss_sum", "denominator", "entropy_sum", "hit_sum", "num_terms")
+    sharded = _sharded(evaluate, mesh)
+    return jax.jit(lambda params, batch: dict(zip(names, sharded(params, batch), strict=True)))
+
+
+def make_score_step(
+    config: Qwen3Config,
+    mesh: Mesh | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    temperature: float = 1.0,
+    hits: bool = False,
+    unroll: int = 1,
+) -> Any:
+    """jitted score(params, batch) -> (logp [D, T], entropy [D, T]) of each term, float32; with `hits` a third bool array:
+    is the target the most likely token. Entries of unused terms (weight 0) mean nothing."""
+
+    def terms(params: Any, batch: RowBatch) -> tuple[Array, ...]:
+        row = _row(batch)
+        scored = _score_row(config, params, row, None, dtype, "full", unroll, temperature)
+        columns = (scored.logp, scored.entropy, *([scored.hit] if hits else []))
+        return tuple(column[row.term_slot][None] for column in columns)
+
+    return jax.jit(_sharded(terms, mesh, reduce=False))
+
+
+def _make_gradients(config, loss_type, dtype, remat, unroll):
+    """(params, batch of one row) -> Accumulated of that row."""
+    loss = supervised_loss(loss_type)
+
+    def gradients(params: Any, batch: RowBatch) -> Accumulated:
+        row = _row(batch)
+        weights, counts, used = _slot_weights(row)
+
+        def total(params):
+            scored = _score_row(config, params, row, used, dtype, remat, unroll, cotangent=-weights, slope=loss.slope)
+            return scored.total, scored
+
+        (value, scored), grads = jax.value_and_grad(total, has_aux=True)(params)
+        return Accumulated(grads, _sums(value, row, counts, scored))
+
+    return gradients
+
+
+def _row(batch: RowBatch) -> RowBatch:
+    """The one row that this device holds."""
+    return jax.tree.map(lambda x: x[0], batch)
+
+
+def _slot_weights(row: RowBatch) -> tuple[Float[Array, "u"], Float[Array, "u"], Bool[Array, "u"]]:
+    """Of each slot: the summed weight of its terms, their number, and whether it has any."""
+    columns = jnp.stack([row.weight, (row.weight != 0).astype(jnp.float32)], axis=1)
+    weights, counts = sum_by_slot(columns, row.term_slot, row.slot_index.shape[0]).T
+    return weights, counts, counts > 0
+
+
+def _score_row(config, params, row, used, dtype, remat, unroll, temperature=1.0, cotangent=None, slope=None) -> Score:
+    """Log-probs of the row's slots. Slots that are not `used` get a zero hidden state, so that nothing comes back from them."""
+    model = nnx.merge(model_graphdef(config), params)
+    hidden = model(
+        row.input_ids, row.position_ids, row.visible_until, row.tables, dtype=dtype, remat=remat, unroll=unroll
+    )[row.slot_index]
+    if used is not None:
+        hidden = jnp.where(used[:, None], hidden, 0)
+    return score(hidden, model.head_weight(), row.slot_target, temperature, cotangent, slope)
+
+
+def _sums(loss, row: RowBatch, counts, scored: Score) -> Sums:
+    entropy = jnp.where(counts > 0, counts * scored.entropy, 0.0).sum()
+    return Sums(loss, row.denominator, entropy, (counts * scored.hit).sum(), counts.sum())
+
+
+def _apply(optimizer, state: TrainState, acc: Accumulated) -> tuple[TrainState, Metrics]:
+    """Divide, update, and keep the old state where loss or gradient are not finite."""
+    sums = acc.sums
+    scale = jnp.where(sums.denominator > 0, 1.0 / jnp.where(sums.denominator > 0, sums.denominator, 1.0), 0.0)
+    loss, norm = sums.loss * scale, global_norm(acc.gradients) * scale
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    grads = jax.tree.map(lambda g: g * scale, acc.gradients)
+    if isinstance(optimizer, SkippingOptimizer):
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, finite=finite, grad_norm=norm)
+        params = optax.apply_updates(state.params, updates)
+    else:
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        params, opt_state = jax.tree.map(keep, (params, opt_state), (state.params, state.opt_state))
+    terms = jnp.maximum(sums.terms, 1.0)
+    metrics = {
+        "loss": loss,
+        "grad_norm": norm,
+        "entropy": sums.entropy / terms,
+        "mean_token_accuracy": sums.hits / terms,
+        "num_terms": sums.terms,
+        "skipped": 1.0 - finite.astype(jnp.float32),
+    }
+    return TrainState(state.step + finite.astype(jnp.int32), params, opt_state), metrics
+
+
+def _sharded(function: Callable, mesh: Mesh | None, reduce: bool = True) -> Callable:
+    """`function(params, batch)` on each device's row, its results summed over the devices or, without `reduce`, stacked."""
+    devices = row_count(mesh)
+
+    def run(params, batch):
+        if (rows := batch.input_ids.shape[0]) != devices:
+            raise ValueError(f"the batch has {rows} rows for {devices} data-parallel devices: give one row per device")
+        if mesh is None:
+            return function(params, batch)
+        out = REPLICATED if reduce else ROWS
+        return jax.shard_map(on_device, mesh=mesh, in_specs=(REPLICATED, ROWS), out_specs=out)(params, batch)
+
+    def on_device(params, batch):
+        axes = varying_axes(batch)
+        # Cast once, here: where a replicated weight meets a device's tokens JAX would sum its gradient on the spot,
+        # in every step of the layer loop. This way there is one sum of everything at the end.
+        result = function(vary(params, axes), batch)
+        return lax.psum(result, tuple(sorted(axes))) if reduce else result
+
+    return run
