@@ -1,1 +1,62 @@
-"""jaxtrl: post-training of Qwen3 language models in JAX/Flax."""
+"""jaxtrl: post-training of Qwen3 language models in JAX/Flax. The public names, each imported when it is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtrl.model.config import Qwen3Config
+    from jaxtrl.model.hf import load_pretrained, save_pretrained
+    from jaxtrl.model.qwen3 import Qwen3
+    from jaxtrl.rows.batch import RowBatch
+    from jaxtrl.rows.pack import pack_rows
+    from jaxtrl.train.mesh import make_mesh
+    from jaxtrl.train.optimizer import make_optimizer
+    from jaxtrl.train.state import TrainState
+    from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
+    from jaxtrl.trainers.sft_config import SFTConfig
+    from jaxtrl.trainers.sft_trainer import SFTTrainer
+
+_MODULES = {
+    "Qwen3": "model.qwen3",
+    "Qwen3Config": "model.config",
+    "RowBatch": "rows.batch",
+    "SFTConfig": "trainers.sft_config",
+    "SFTTrainer": "trainers.sft_trainer",
+    "TrainState": "train.state",
+    "load_pretrained": "model.hf",
+    "make_eval_step": "train.step",
+    "make_mesh": "train.mesh",
+    "make_optimizer": "train.optimizer",
+    "make_score_step": "train.step",
+    "make_sft_step": "train.step",
+    "pack_rows": "rows.pack",
+    "save_pretrained": "model.hf",
+}
+
+__all__ = [
+    "Qwen3",
+    "Qwen3Config",
+    "RowBatch",
+    "SFTConfig",
+    "SFTTrainer",
+    "TrainState",
+    "load_pretrained",
+    "make_eval_step",
+    "make_mesh",
+    "make_optimizer",
+    "make_score_step",
+    "make_sft_step",
+    "pack_rows",
+    "save_pretrained",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Commands answer a wrong flag at once and set a device's environment before JAX is imported.
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxtrl' has no attribute {name!r}")
+    return getattr(import_module(f"jaxtrl.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

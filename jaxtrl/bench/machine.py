@@ -1,0 +1,27 @@
+"""What the machine at hand can do at most: its matrix-product rate."""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+
+def matmul_rate(dtype: jnp.dtype = jnp.float32, size: int = 2048, repeats: int = 9) -> float:
+    """Median FLOP/s of `[size, size] x [size, size]` products in `dtype`, accumulated in float32, through XLA."""
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32))
+    product(a, a).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(a, a).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds)
+
+
+def peak_rss_gib() -> float:
+    """Peak resident memory of this process so far, in GiB."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

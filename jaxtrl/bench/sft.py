@@ -1,0 +1,118 @@
+"""`python -m jaxtrl.bench sft`: SFT steps on real rows, timed one by one, beside the counted matmul limit.
+
+Rows are taken in file order, `batch` a step, each truncated to `max_length`; every program is compiled before the first timed
+step. The first step is left out of `tokens_per_second`, as in the baselines.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transformers import AutoTokenizer
+
+from jaxtrl.bench.machine import matmul_rate, peak_rss_gib
+from jaxtrl.model.hf import load_pretrained
+from jaxtrl.model.qwen3 import model_params
+from jaxtrl.rows.batch import RowBatch, Sample, concat_rows, make_batch
+from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE, visited_blocks
+from jaxtrl.rows.ladder import ShapeSet
+from jaxtrl.rows.sources import load_source
+from jaxtrl.rows.tokenize import TokenizeOptions, tokenize_dataset
+from jaxtrl.train.flops import train_flops
+from jaxtrl.train.optimizer import make_optimizer
+from jaxtrl.train.state import TrainState
+from jaxtrl.train.step import make_sft_step
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="python -m jaxtrl.bench sft", description=__doc__)
+    out.add_argument("--model", required=True, help="folder of a Hugging Face Qwen3 checkpoint with its tokenizer")
+    out.add_argument("--data", required=True, help="JSONL file in any format that SFT takes")
+    out.add_argument("--batch", type=int, default=4, help="rows a step (default 4)")
+    out.add_argument("--max_length", type=int, default=512, help="tokens a row at most (default 512)")
+    out.add_argument("--steps", type=int, default=6, help="optimizer steps (default 6)")
+    out.add_argument("--dtype", choices=DTYPES, default="float32", help="compute dtype (default float32)")
+    out.add_argument(
+        "--gradient_checkpointing", choices=("true", "false"), default="true", help="default true, as in TRL"
+    )
+    out.add_argument("--pad_to_multiple_of", default="none", help="shape set: none (default), auto, or an integer")
+    out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return out
+
+
+def batches(args: argparse.Namespace) -> list[tuple[RowBatch, int]]:
+    """One `RowBatch` per step (`batch` rows flattened into one token row) and its number of real tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    dataset = load_source(args.data)
+    dataset = dataset.select(range(min(len(dataset), args.batch * args.steps)))
+    tokenized, _ = tokenize_dataset(dataset, tokenizer, TokenizeOptions(max_length=args.max_length))
+    samples = [Sample(np.asarray(row["input_ids"], np.int32), np.asarray(row["loss_mask"], bool)) for row in tokenized]
+    setting = args.pad_to_multiple_of
+    shapes = ShapeSet.from_setting(int(setting) if setting.isdigit() else setting)
+    rows = [concat_rows(samples[i : i + args.batch]) for i in range(0, len(samples), args.batch)]
+    return [(make_batch([row], shapes.classify([row])), len(row.input_ids)) for row in rows]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Time `steps` optimizer steps; the keys of the result are those of the last line under `--json`."""
+    model = load_pretrained(args.model)
+    config = model.config
+    remat = "full" if args.gradient_checkpointing == "true" else "matmuls"
+    # TRL's defaults: AdamW, linear schedule from 2e-5, clipping at 1.
+    optimizer = make_optimizer(2e-5, args.steps, max_grad_norm=1.0)
+    data = batches(args)
+    state = TrainState.create(model_params(model), optimizer)
+    del model
+    step = make_sft_step(config, optimizer, dtype=DTYPES[args.dtype], remat=remat)
+    start = time.perf_counter()
+    programs: dict[Any, Any] = {}
+    for batch, _ in data:
+        shape = tuple(x.shape for x in jax.tree.leaves(batch))
+        if shape not in programs:
+            programs[shape] = step.fused.lower(state, batch).compile()
+    compile_seconds = time.perf_counter() - start
+    seconds, tokens, losses, limits = [], [], [], []
+    rate = matmul_rate(DTYPES[args.dtype])
+    for batch, count in data:
+        start = time.perf_counter()
+        state, metrics = programs[tuple(x.shape for x in jax.tree.leaves(batch))](state, batch)
+        losses.append(float(jax.block_until_ready((state, metrics))[1]["loss"]))
+        seconds.append(time.perf_counter() - start)
+        tokens.append(count)
+        pairs = visited_blocks(jax.tree.map(lambda x: x[0], batch.tables)) * DEFAULT_BLOCK_SIZE**2
+        flops = train_flops(config, batch.input_ids.shape[1], pairs, batch.slot_index.shape[1], remat=remat)
+        limits.append(flops.total / rate)
+    return {
+        "system": "jaxtrl",
+        "dtype": args.dtype,
+        "tokens_per_second": sum(tokens[1:]) / sum(seconds[1:]) if len(tokens) > 1 else tokens[0] / seconds[0],
+        "seconds": seconds,
+        "tokens": tokens,
+        "losses": losses,
+        "peak_rss_gib": peak_rss_gib(),
+        "compile_seconds": compile_seconds,
+        "programs": len(programs),
+        "matmul_gflops": rate / 1e9,
+        "limit_seconds": limits,
+        "fraction_of_limit": statistics.median(limit / s for limit, s in zip(limits, seconds, strict=True)),
+    }
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    result = run(args)
+    print(
+        f"{result['tokens_per_second']:.0f} tokens/s, {result['peak_rss_gib']:.2f} GiB, {result['programs']} programs "
+        f"compiled in {result['compile_seconds']:.1f} s, {100 * result['fraction_of_limit']:.0f} % of the counted limit at "
+        f"{result['matmul_gflops']:.0f} GFLOP/s"
+    )
+    if args.json:
+        print(json.dumps(result))
+    return 0

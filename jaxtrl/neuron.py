@@ -1,0 +1,74 @@
+"""`python -m jaxtrl.neuron lint`: checks, on a machine without Trainium, that the step programs compile for it.
+
+Every program is lowered for platform `neuron` and searched for operations that Neuron does not run (`hardware/neuron.py`).
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrl.hardware.neuron import lint
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import abstract_params
+from jaxtrl.rows.batch import Sample, concat_rows, make_batch
+from jaxtrl.rows.ladder import ShapeSet
+from jaxtrl.train.optimizer import make_optimizer
+from jaxtrl.train.state import TrainState
+from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
+
+# Shapes do not change which operations a program has; a small model with every kind of layer keeps the lint fast.
+CONFIG = dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+def programs() -> list[tuple[str, Any, tuple]]:
+    """(name, jitted function, arguments) of every step program; arrays stand for their shapes only."""
+    config = Qwen3Config.from_dict(CONFIG)
+    sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, bool))
+    row = concat_rows([sample] * 5)
+    batch = make_batch([row], ShapeSet.from_setting("auto").classify([row]))
+    optimizer = make_optimizer(1e-5, 100)
+    params = abstract_params(config)
+    state = jax.eval_shape(lambda p: TrainState.create(p, optimizer), params)
+    found = []
+    for loss_type in ("nll", "dft"):
+        for dtype in ("float32", "bfloat16"):
+            step = make_sft_step(config, optimizer, loss_type=loss_type, dtype=jnp.dtype(dtype))
+            sums = jax.eval_shape(step.init, params)
+            found += [
+                (f"sft {loss_type} {dtype} fused", step.fused, (state, batch)),
+                (f"sft {loss_type} {dtype} accumulate", step.accumulate, (params, sums, batch)),
+                (f"sft {loss_type} {dtype} apply", step.apply, (state, sums)),
+            ]
+    found.append(("eval", make_eval_step(config), (params, batch)))
+    found.append(("score", make_score_step(config), (params, batch)))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxtrl.neuron", description=__doc__)
+    parser.add_argument("command", choices=["lint"])
+    parser.parse_args(argv)
+    failed = False
+    for name, jitted, arguments in programs():
+        findings = lint(jitted, *arguments)
+        failed |= bool(findings)
+        print(f"{name}: {'clean' if not findings else 'not for Neuron'}")
+        for finding in findings:
+            print(f"  {finding}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
