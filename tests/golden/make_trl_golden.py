@@ -94,7 +94,7 @@ def run_trl(config: dict[str, Any], rows: list[list[int]], options: dict[str, An
             output_dir=folder,
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
+            activation_checkpointing=False,
             logging_steps=1,
             save_strategy="no",
             disable_tqdm=True,
