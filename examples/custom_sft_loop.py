@@ -48,7 +48,7 @@ rows = pack_rows(samples, TOKEN_BUDGET)
 shape = ShapeSet.from_setting(f"fixed:{TOKEN_BUDGET}").classify(rows)
 held_out, rows = rows[:1], rows[1:]
 
-# Steps are pure functions: `step.accumulate` for every micro-batch and one `step.apply` are what `step(state, ...)` does.
+# Steps are pure functions. `step(state, ...)` is `step.accumulate` for every micro-batch, then one `step.apply`.
 optimizer = make_optimizer(3e-3, STEPS, schedule="cosine", warmup_steps=4)
 state = TrainState.create(model, optimizer)
 step = make_sft_step(model.config, optimizer)

@@ -1,6 +1,7 @@
 """`python -m jaxtrl.neuron lint`: checks, on a machine without Trainium, that the step programs compile for it.
 
-Every program is lowered for platform `neuron` and searched for operations that Neuron does not run (`hardware/neuron.py`).
+Every program is lowered for platform `neuron` and searched for operations that Neuron does not run
+(`hardware/neuron.py`).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
 
 # Shapes do not change which operations a program has; a small model with every kind of layer keeps the lint fast.
-CONFIG = dict(
+CONFIG = Qwen3Config(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=96,
@@ -34,25 +35,24 @@ CONFIG = dict(
 
 def programs() -> list[tuple[str, Any, tuple]]:
     """(name, jitted function, arguments) of every step program; arrays stand for their shapes only."""
-    config = Qwen3Config.from_dict(CONFIG)
     sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, bool))
     row = concat_rows([sample] * 5)
     batch = make_batch([row], ShapeSet.from_setting("auto").classify([row]))
     optimizer = make_optimizer(1e-5, 100)
-    params = abstract_params(config)
+    params = abstract_params(CONFIG)
     state = jax.eval_shape(lambda p: TrainState.create(p, optimizer), params)
     found = []
     for loss_type in ("nll", "dft"):
         for dtype in ("float32", "bfloat16"):
-            step = make_sft_step(config, optimizer, loss_type=loss_type, dtype=jnp.dtype(dtype))
+            step = make_sft_step(CONFIG, optimizer, loss_type=loss_type, dtype=jnp.dtype(dtype))
             sums = jax.eval_shape(step.init, params)
             found += [
                 (f"sft {loss_type} {dtype} fused", step.fused, (state, batch)),
                 (f"sft {loss_type} {dtype} accumulate", step.accumulate, (params, sums, batch)),
                 (f"sft {loss_type} {dtype} apply", step.apply, (state, sums)),
             ]
-    found.append(("eval", make_eval_step(config), (params, batch)))
-    found.append(("score", make_score_step(config), (params, batch)))
+    found.append(("eval", make_eval_step(CONFIG), (params, batch)))
+    found.append(("score", make_score_step(CONFIG), (params, batch)))
     return found
 
 

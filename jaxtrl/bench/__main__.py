@@ -9,11 +9,10 @@ BENCHES = {"sft": sft.main}
 
 def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
-        named = sys.argv[1:2] != [] and sys.argv[1] not in ("-h", "--help")
-        print(
-            f"usage: python -m jaxtrl.bench {{{','.join(BENCHES)}}} [--help]", file=sys.stderr if named else sys.stdout
-        )
-        return 2 if named else 0
+        wrong = len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help")
+        usage = f"usage: python -m jaxtrl.bench {{{','.join(BENCHES)}}} [--help]"
+        print(usage, file=sys.stderr if wrong else sys.stdout)
+        return 2 if wrong else 0
     return BENCHES[sys.argv[1]](sys.argv[2:])
 
 

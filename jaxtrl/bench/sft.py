@@ -1,7 +1,7 @@
 """`python -m jaxtrl.bench sft`: SFT steps on real rows, timed one by one, beside the counted matmul limit.
 
-Rows are taken in file order, `batch` a step, each truncated to `max_length`; every program is compiled before the first timed
-step. The first step is left out of `tokens_per_second`, as in the baselines.
+Rows are taken in file order, `batch` a step, each truncated to `max_length`; every program is compiled before the first
+timed step. The first step is left out of `tokens_per_second`, as in the baselines.
 """
 
 import argparse
@@ -110,8 +110,8 @@ def main(argv: list[str]) -> int:
     result = run(args)
     print(
         f"{result['tokens_per_second']:.0f} tokens/s, {result['peak_rss_gib']:.2f} GiB, {result['programs']} programs "
-        f"compiled in {result['compile_seconds']:.1f} s, {100 * result['fraction_of_limit']:.0f} % of the counted limit at "
-        f"{result['matmul_gflops']:.0f} GFLOP/s"
+        f"compiled in {result['compile_seconds']:.1f} s, {100 * result['fraction_of_limit']:.0f} % of the counted limit "
+        f"at {result['matmul_gflops']:.0f} GFLOP/s"
     )
     if args.json:
         print(json.dumps(result))

@@ -1,7 +1,7 @@
 """Counted floating-point operations of a step's matrix products, the work that the hardware's matmul rate bounds.
 
-A product [m, k] x [k, n] counts 2 m k n. Element-wise work, norms, softmax and the optimizer are not counted: they are what
-the distance between a measured step and `flops / matmul rate` is made of.
+A product [m, k] x [k, n] counts 2 m k n. Element-wise work, norms, softmax and the optimizer are not counted: they are
+what the distance between a measured step and `flops / matmul rate` is made of.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ def linear_parameters(config: Qwen3Config) -> int:
     return config.num_hidden_layers * layer
 
 
-def forward_flops(config: Qwen3Config, tokens: int, pairs: float, slots: int) -> Flops:
+def forward_flops(config: Qwen3Config, tokens: int, pairs: int, slots: int) -> Flops:
     """FLOPs of one forward pass.
 
     `tokens` run through the layers, `pairs` is the number of (query, key) pairs that attention computes (blocks times
@@ -43,7 +43,7 @@ def forward_flops(config: Qwen3Config, tokens: int, pairs: float, slots: int) ->
     )
 
 
-def train_flops(config: Qwen3Config, tokens: int, pairs: float, slots: int, *, remat: str) -> Flops:
+def train_flops(config: Qwen3Config, tokens: int, pairs: int, slots: int, *, remat: str) -> Flops:
     """FLOPs of loss and gradient: forward, backward and recomputation.
 
     A linear layer's backward pass is two products for one, plus the forward once more under `remat="full"`. Attention's
