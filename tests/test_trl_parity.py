@@ -12,17 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxtrl.model.config import Qwen3Config
-from jaxtrl.model.hf import params_from_hf
+from jaxtrl.model.hf import params_from_hf, save_pretrained
+from jaxtrl.model.qwen3 import model_graphdef
 from jaxtrl.rows.batch import RowBatch, Sample, concat_rows, make_batch
 from jaxtrl.rows.ladder import ShapeSet
+from jaxtrl.train.mesh import make_mesh
 from jaxtrl.train.optimizer import make_optimizer, make_schedule
 from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import make_eval_step, make_sft_step
 from jaxtrl.trainers.sft_config import SFTConfig
+from jaxtrl.trainers.sft_trainer import SFTTrainer
 from tests.golden.formula_qwen3 import make_config, tensors
-from tests.golden.make_trl_golden import COMMON, RUNS, STEPS, chat_rows, masked
+from tests.golden.make_trl_golden import COMMON, RUNS, STEPS, masked, placeholder_tokenizer
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = json.loads((FOLDER / "trl_sft.json").read_text(encoding="utf-8"))
@@ -111,14 +115,69 @@ def test_the_runs_differ():
             assert np.abs(first - second).max() > 1e-2
 
 
-def test_curves_on_the_real_vocabulary(shared_data):
-    """Qwen3's tokenizer, chat template and vocabulary; the ids are made from ../shared."""
+def run_trainer(folder: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """The curves of `run_trl`, from `SFTTrainer` on one device."""
+    args = SFTConfig(
+        output_dir=str(folder / "out"),
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        per_device_eval_batch_size=4,
+        compile_cache="off",
+        **(COMMON | options),
+    )
+    trainer = SFTTrainer(args=args, mesh=make_mesh(1), **arguments)
+    trainer.train()
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(steps) == STEPS
+    names = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
+    evaluation = trainer.evaluate()
+    return (
+        {name: [log[name] for log in steps] for name in names}
+        | {name: evaluation[name] for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy")}
+        | {"skipped": [float(log["skipped_steps"]) for log in steps]}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recipe", "accumulated"])
+def test_the_trainer_on_tokenised_rows(name, tmp_path):
+    options, prompt = RUNS[name]
+    config = Qwen3Config.from_dict(SMALL)
+    params = jax.tree.map(jnp.asarray, params_from_hf(config, tensors(SMALL)))
+    data = [{"input_ids": row, "labels": masked(row, prompt)} for row in GOLDEN["rows"]]
+    ours = run_trainer(
+        tmp_path,
+        options,
+        model=nnx.merge(model_graphdef(config), params),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=placeholder_tokenizer(),
+    )
+    ours["num_terms"] = [sum(label >= 0 for row in data for label in row["labels"][1:])]
+    assert_same_curves(ours, GOLDEN[name], token_means=name != "accumulated")
+    np.testing.assert_allclose(ours["learning_rate"], GOLDEN[name]["learning_rate"], rtol=1e-6, atol=1e-12)
+    assert ours["num_tokens"] == GOLDEN[name]["num_tokens"]
+
+
+@pytest.mark.slow
+def test_the_trainer_on_chats(shared_data, tmp_path):
+    """From chat_multiturn's messages and a checkpoint folder: template, EOS, truncation, Qwen3's whole vocabulary."""
     golden = json.loads((FOLDER / "trl_sft_qwen3_ids.json").read_text(encoding="utf-8"))["nll"]
-    rows = [row[:256] for row in chat_rows(shared_data.parent)]
-    assert sum(map(len, rows)) == golden["num_tokens"][0]
     fields = make_config(vocab_size=151936, eos_token_id=151645, pad_token_id=151643)
-    options, prompt = RUNS["nll"]
-    assert_same_curves(run_steps(fields, make_batches(rows, prompt), options), golden)
+    config = Qwen3Config.from_dict(fields)
+    save_pretrained(
+        (config, params_from_hf(config, tensors(fields))), tmp_path / "model", source=shared_data / "qwen3-tokenizer"
+    )
+    data = tmp_path / "chats.jsonl"
+    with (shared_data / "jsonl" / "chat_multiturn.jsonl").open(encoding="utf-8") as lines:
+        data.write_text("".join(next(lines) for _ in range(4)), encoding="utf-8")
+    options = {"max_length": 256}
+    ours = run_trainer(tmp_path, options, model=tmp_path / "model", train_dataset=str(data), eval_dataset=str(data))
+    ours["num_terms"] = [golden["num_tokens"][0] - 4]
+    assert_same_curves(ours, golden)
+    assert ours["num_tokens"] == golden["num_tokens"]
 
 
 @pytest.mark.torch

@@ -102,7 +102,9 @@ def run_trl(config: dict[str, Any], rows: list[list[int]], options: dict[str, An
             per_device_eval_batch_size=4,
             **(COMMON | options),
         )
-        trainer = SFTTrainer(build(config), args, train_dataset=data, eval_dataset=data, processing_class=_tokenizer())
+        trainer = SFTTrainer(
+            build(config), args, train_dataset=data, eval_dataset=data, processing_class=placeholder_tokenizer()
+        )
         trainer.train()
         steps = [log for log in trainer.state.log_history if "loss" in log]
         evaluation = trainer.evaluate()
@@ -113,7 +115,7 @@ def run_trl(config: dict[str, Any], rows: list[list[int]], options: dict[str, An
     return out
 
 
-def _tokenizer() -> Any:
+def placeholder_tokenizer() -> Any:
     """A tokenizer that is never used on text: the rows are ids already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
