@@ -11,6 +11,8 @@ import pytest
 from jaxtrl.trainers.arguments import make_parser, parse
 from jaxtrl.trainers.sft_config import SFTConfig
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 
 def config_of(*argv: str) -> SFTConfig:
     (config,) = parse([SFTConfig], argv, prog="jaxtrl")
@@ -195,6 +197,15 @@ def test_parsing_starts_no_backend():
     code = "from jaxtrl.trainers.arguments import parse\nfrom jaxtrl.trainers.sft_config import SFTConfig\n"
     code += "print(parse([SFTConfig], ['--packing'])[0].packing)"
     environment = os.environ | {"JAX_PLATFORMS": "absent"}
-    root = Path(__file__).parents[2]
+    root = CONFIGS.parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("sft_*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_of_the_repository_are_valid(path):
+    assert config_of("--config", str(path)) != SFTConfig()
+
+
+def test_there_are_configurations():
+    assert {"sft_tiny", "sft_qwen3_0.6b"} <= {path.stem for path in CONFIGS.glob("*.yaml")}

@@ -13,6 +13,7 @@ from jaxtrl.trainers.options import CONVERTERS, count_steps, hints, member_types
 from jaxtrl.trainers.sft_config import SFTConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trl_options.json"
+README = Path(__file__).parents[2] / "README.md"
 FIELDS = {field.name: field for field in dataclasses.fields(SFTConfig)}
 # What jaxtrl adds: TRL has the first seven in ScriptArguments and ModelConfig, the others nowhere for SFT.
 ADDED = {
@@ -235,3 +236,25 @@ def test_what_is_no_option_is_unknown():
         SFTConfig(REFUSED={})
     with pytest.raises(TypeError, match="positional"):
         SFTConfig("folder", 3)
+
+
+def test_the_readme_names_every_option_of_trl(trl_defaults):
+    """Each supported one with TRL's default, each refused one with the reason that the error gives."""
+    text = README.read_text(encoding="utf-8")
+    rows = [
+        line for line in text.split("## Coming from TRL")[1].split("\n## ")[0].splitlines() if line.startswith("| `")
+    ]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    for name in trl_defaults:
+        (row,) = [row for row in cells if f"`{name}`" in row[0].split(", ")]
+        if name in FIELDS:
+            shown = FIELDS[name].default
+            assert len(row) == 3
+            shown = "none" if shown is None else str(shown).lower() if isinstance(shown, bool) else str(shown)
+            assert row[1] == shown or name in ("bf16", "pad_to_multiple_of")
+        else:
+            assert row[1] == SFTConfig.REFUSED[name]
+    for name in refused.SCRIPT:
+        (row,) = [row for row in cells if f"`{name}`" in row[0].split(", ")]
+        assert row[1] == refused.SCRIPT[name]
+    assert {name for name in ADDED if f"`{name}`" in text} == ADDED
