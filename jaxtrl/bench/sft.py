@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
     result = run(args)
     print(
         f"{result['tokens_per_second']:.0f} tokens/s, {result['peak_rss_gib']:.2f} GiB, {result['programs']} programs "
-        f"compiled in {result['compile_seconds']:.1f} s, {100 * result['fraction_of_limit']:.0f} % of the counted limit "
+        f"compiled in {result['compile_seconds']:.1f} s, {100 * result['fraction_of_limit']:.0f} % of the limit "
         f"at {result['matmul_gflops']:.0f} GFLOP/s"
     )
     if args.json:
