@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from transformers.trainer_utils import EvalPrediction
 
 from jaxtrl.trainers.data import MicroBatch
+
+
+class EvalPrediction(NamedTuple):
+    """What `compute_metrics` gets, under Transformers' names; n trained tokens in the order of the data."""
+
+    predictions: tuple[np.ndarray, ...]  # log-prob float32[n], entropy float32[n], hit bool[n]
+    label_ids: np.ndarray  # int32[n]
 
 
 class Evaluation(NamedTuple):
@@ -60,4 +66,4 @@ def trained_terms(micro: MicroBatch, scores: Any) -> tuple[np.ndarray, ...]:
 
 def _joined(parts: list[tuple[np.ndarray, ...]]) -> EvalPrediction:
     *scores, targets = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return EvalPrediction(predictions=tuple(scores), label_ids=targets)  # type: ignore[arg-type] # a 3-tuple is fine
+    return EvalPrediction(predictions=tuple(scores), label_ids=targets)

@@ -181,7 +181,8 @@ class Display:
         words = [f"{_short(name)} {_number(metrics[name])}" for name in shown]
         if seconds_left is not None and self._progress is None:
             words.append(f"left {_clock(seconds_left)}")
-        self.say(f"step {step}/{self._total}  " + "  ".join(words))
+        if words:
+            self.say(f"step {step}/{self._total}  " + "  ".join(words))
         if self._progress is not None and "loss" in metrics:
             text = f"loss {_number(metrics['loss'])}  {_number(metrics.get('tokens_per_second', 0))} tokens/s"
             self._progress.update(self._task, description=text)

@@ -52,7 +52,7 @@ class Meter:
     def add(self, metrics: Any, micro_batches: Sequence[MicroBatch], flops: float) -> None:
         """The metrics of a step (a dict of float32 scalars, still being computed) and what it was given."""
         tokens, padded = (sum(getattr(micro, name) for micro in micro_batches) for name in ("tokens", "padded"))
-        self._on_device.append((metrics, {"tokens": tokens, "padded": padded}))
+        self._on_device.append((metrics, {"tokens": float(tokens), "padded": float(padded)}))
         for name, value in (("steps", 1), ("tokens", tokens), ("flops", flops)):
             self._window[name] += value
 
@@ -102,7 +102,7 @@ class Meter:
         return self.loss_sum / max(self.steps, 1)
 
     def _sum(self, name: str) -> float:
-        return sum(step[name] for step in self._pending)
+        return float(sum(step[name] for step in self._pending))
 
     def _mean(self, name: str) -> float:
         return self._sum(name) / len(self._pending)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.assets import tokenizer_path
 from jaxtrl.model.config import Qwen3Config
@@ -41,6 +41,8 @@ def load_tokenizer(source: Path | None, trust_remote_code: bool = False) -> PreT
     """The tokenizer that lies beside a model."""
     if source is None:
         raise ValueError("processing_class is missing: a Qwen3 instance has no tokenizer of its own, pass one.")
+    from transformers import AutoTokenizer  # here: importing it imports torch where that is installed
+
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -50,7 +52,7 @@ def load_tokenizer(source: Path | None, trust_remote_code: bool = False) -> PreT
 
 def tiny_model(seed: int) -> tuple[Qwen3, PreTrainedTokenizerBase]:
     """The embedded default: a Qwen3 of under a million parameters with random weights, and its tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path())
+    tokenizer = load_tokenizer(tokenizer_path())
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -2,14 +2,14 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
 
-def prefetch(iterator: Iterator[Item], size: int = 2) -> Iterator[Item]:
+def prefetch(iterator: Iterator[Item], size: int = 2) -> Generator[Item]:
     """The same items in the same order, made in a thread up to `size` ahead.
 
     What the iterator raises is raised here, in its turn. Closing the generator stops the thread.

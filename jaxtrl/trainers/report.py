@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.hardware.devices import describe_devices
 from jaxtrl.model.config import Qwen3Config
@@ -14,6 +14,7 @@ from jaxtrl.rows.batch import Sample
 from jaxtrl.rows.order import BatchSizes
 from jaxtrl.rows.tokenize import TokenizeReport, show_example
 from jaxtrl.train.compiled import Program, Programs
+from jaxtrl.trainers.callbacks import TrainerState
 from jaxtrl.trainers.data import Batches
 from jaxtrl.trainers.sft_config import SFTConfig
 

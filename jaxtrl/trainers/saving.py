@@ -8,11 +8,12 @@ import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.order import DataPosition
 from jaxtrl.train.checkpoint import CheckpointError, find_checkpoints, read_metadata
+from jaxtrl.trainers.callbacks import TrainerState
 
 RUN_FILE = "run.json"
 

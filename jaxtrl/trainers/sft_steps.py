@@ -1,31 +1,94 @@
 """The device programs of supervised fine-tuning, called with the trainer's micro-batches."""
 
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.train.compiled import Programs
+from jaxtrl.train.mesh import replicated, row_sharding
+from jaxtrl.train.optimizer import make_optimizer, make_schedule
+from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
+from jaxtrl.trainers.data import MicroBatch
 from jaxtrl.trainers.sft_config import SFTConfig
 
 
 class SFTSteps:
     """Train, eval and score steps, each compiled once per shape class through `programs`.
 
-    With one micro-batch per optimizer step, loss, gradient and update are one fused program.
+    Where an optimizer step is one micro-batch, loss, gradient and update are one fused program.
     """
 
     def __init__(self, config: Qwen3Config, args: SFTConfig, mesh: Mesh | None, programs: Programs):
         self.config, self.args, self.mesh, self.programs = config, args, mesh, programs
         self.dtype = jnp.dtype(args.compute_dtype())
         self._eval = make_eval_step(config, mesh, loss_type=args.loss_type, dtype=self.dtype)
-        self._score = make_score_step(config, mesh, dtype=self.dtype)
+        self._score = make_score_step(config, mesh, dtype=self.dtype, hits=True)
 
     def prepare_training(self, optimizer: optax.GradientTransformation) -> None:
+        """Make the train step for this optimizer."""
         self.optimizer = optimizer
         remat = "full" if self.args.gradient_checkpointing else "matmuls"
         self._step = make_sft_step(
             self.config, optimizer, self.mesh, loss_type=self.args.loss_type, dtype=self.dtype, remat=remat
         )
+
+    def create_state(self, params: Any) -> TrainState:
+        """Step 0 with these parameters, on the devices of the mesh."""
+        return TrainState.create(self.place(params), self.optimizer)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, to restore one into."""
+        state = jax.eval_shape(lambda p: TrainState.create(p, self.optimizer), abstract_params(self.config))
+        sharding = replicated(self.mesh) or SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
+
+    def place(self, params: Any) -> Any:
+        """The parameters on the devices of the mesh (no copy where they already are)."""
+        return jax.device_put(params, replicated(self.mesh))
+
+    def train(self, state: TrainState, micro_batches: list[MicroBatch]) -> tuple[TrainState, dict[str, Any]]:
+        """One optimizer step; `state` is donated. Metrics are device scalars that may still be in the making."""
+        if self.args.gradient_accumulation_steps == 1:
+            (micro,) = micro_batches
+            return self.programs.call("train", micro.shape, self._step.fused, state, self._batch(micro))
+        sums = self.programs.call("zeros", (), self._step.init, state.params)
+        for micro in micro_batches:
+            batch = self._batch(micro)
+            sums = self.programs.call("accumulate", micro.shape, self._step.accumulate, state.params, sums, batch)
+        return self.programs.call("update", (), self._step.apply, state, sums)
+
+    def evaluate(self, params: Any, micro: MicroBatch) -> dict[str, Any]:
+        """Sums of a batch: loss_sum, denominator, entropy_sum, hit_sum, num_terms."""
+        return self.programs.call("eval", micro.shape, self._eval, params, self._batch(micro))
+
+    def score(self, params: Any, micro: MicroBatch) -> Any:
+        """(logp, entropy, hit) of each term, [D, T]."""
+        return self.programs.call("score", micro.shape, self._score, params, self._batch(micro))
+
+    def _batch(self, micro: MicroBatch) -> Any:
+        return jax.device_put(micro.batch, row_sharding(self.mesh))
+
+
+def make_adamw(args: SFTConfig, total_steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW and its learning-rate schedule as the options say."""
+    shape: dict[str, Any] = {
+        "schedule": args.lr_scheduler_type,
+        "warmup_steps": args.get_warmup_steps(total_steps),
+        **(args.lr_scheduler_kwargs or {}),
+    }
+    optimizer = make_optimizer(
+        args.learning_rate,
+        total_steps,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        max_grad_norm=args.max_grad_norm,
+        **shape,
+    )
+    return optimizer, make_schedule(args.learning_rate, total_steps, **shape)

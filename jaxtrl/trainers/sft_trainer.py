@@ -4,15 +4,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import EvalPrediction, TrainOutput
+from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.hardware.compile_cache import enable_compile_cache
 from jaxtrl.hardware.devices import peak_flops
@@ -26,9 +25,9 @@ from jaxtrl.train.flops import train_flops
 from jaxtrl.train.mesh import make_mesh, row_count
 from jaxtrl.train.state import TrainState
 from jaxtrl.trainers import report, saving
-from jaxtrl.trainers.callbacks import Callbacks
+from jaxtrl.trainers.callbacks import Callbacks, TrainerControl, TrainerState
 from jaxtrl.trainers.data import Batches, MicroBatch
-from jaxtrl.trainers.evaluation import evaluate
+from jaxtrl.trainers.evaluation import EvalPrediction, evaluate
 from jaxtrl.trainers.logging import Display, check_trackers
 from jaxtrl.trainers.meter import Clock, Meter
 from jaxtrl.trainers.model_source import find_model, load_tokenizer
@@ -37,6 +36,14 @@ from jaxtrl.trainers.run import Run
 from jaxtrl.trainers.sft_config import SFTConfig
 from jaxtrl.trainers.sft_data import PreparedData, prepare_data
 from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
+
+
+class TrainOutput(NamedTuple):
+    """What `train` returns, as in Transformers."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float | int]
 
 
 class SFTTrainer:
@@ -51,7 +58,7 @@ class SFTTrainer:
         processing_class: the tokenizer; None loads the one beside the model.
         compute_metrics: gets an `EvalPrediction` and returns a dict. Logits over the vocabulary are never kept, so
             `predictions` is (log-prob, entropy, hit) of every trained token, float32[n] each, and `label_ids` the ids.
-        callbacks: `transformers.TrainerCallback` objects or classes.
+        callbacks: objects or classes with the methods of `transformers.TrainerCallback`.
         optimizers: (optax transformation, its learning-rate schedule for the log); None builds AdamW from `args`.
         formatting_func: row -> text.
         mesh: devices to train on, by `jaxtrl.make_mesh`; None takes all.
@@ -68,7 +75,7 @@ class SFTTrainer:
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
-        callbacks: Iterable[TrainerCallback | type[TrainerCallback]] | None = None,
+        callbacks: Iterable[Any] | None = None,
         optimizers: tuple[optax.GradientTransformation | None, Callable[[int], Any] | None] = (None, None),
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
         mesh: Mesh | None = None,
@@ -129,6 +136,7 @@ class SFTTrainer:
     def _train_loop(self, position: DataPosition) -> None:
         """The whole of training. An optimizer step is a list of micro-batches, each one token row per device."""
         state, control, meter, batches = self.state, self.control, self.meter, self._batches["train"]
+        assert self._train_state is not None
         self._call("on_train_begin")
         if self.args.eval_on_start and state.global_step == 0:
             self.evaluate()
@@ -139,7 +147,7 @@ class SFTTrainer:
             upcoming = prefetch(batches.epoch_steps(self._sizes, position, self._data_seed, self._shuffled))
             with closing(upcoming):
                 for micro_batches, position in upcoming:
-                    control.should_log = control.should_evaluate = control.should_save = False
+                    control.new_step()
                     self._call("on_step_begin")
                     meter.wait_for_step_before_last()
                     self._train_state, metrics = self.steps.train(self._train_state, micro_batches)
@@ -186,6 +194,8 @@ class SFTTrainer:
             self._params = self._train_state = None  # the memory is needed for what is read
             self._train_state = restore(resumed.path, self.steps.abstract_state())
         self._params = None
+        if self._model is not None:
+            nnx.update(self._model, self.params)  # frees the arrays that the state is a copy of
         self.state.compute_steps(args, total)
         self.state.max_steps, self.state.num_train_epochs = total, self._epochs(total)
         run_id, step = (None, None) if resumed is None else (resumed.run_id, self.state.global_step)
@@ -285,7 +295,7 @@ class SFTTrainer:
         logs = self.meter.log()
         tokens, flops, steps = self.meter.speed()
         if self._learning_rate is not None:
-            logs["learning_rate"] = float(self._learning_rate(self.state.global_step - 1))
+            logs["learning_rate"] = float(self._learning_rate(max(self.state.global_step - 1 - self.meter.skipped, 0)))
         logs["tokens_per_second"] = tokens
         logs["programs"], logs["compile_seconds"] = self.programs.count, self.programs.seconds
         peak = self._peak_flops()
@@ -416,8 +426,5 @@ class SFTTrainer:
         """Call the callbacks; what they decide is in `self.control` afterwards."""
         if len(self.callbacks.callbacks) > 1:
             kwargs["model"] = self.model
-        control = self.callbacks.call(
-            event, self.args, self.state, self.control, processing_class=self.processing_class, **kwargs
-        )
-        if control is not self.control:
-            vars(self.control).update(vars(control))
+        kwargs["processing_class"] = self.processing_class
+        self.callbacks.call(event, self.args, self.state, self.control, **kwargs)

@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
-from jaxtrl.trainers.callbacks import Callbacks
+from jaxtrl.trainers.callbacks import EVENTS, Callbacks, TrainerCallback, TrainerControl, TrainerState
 
 
 def arguments(**changed):
@@ -31,14 +30,14 @@ def run(args, max_steps, epoch_length=4):
         asked.extend(
             (kind, state.global_step) for kind in ("log", "evaluate", "save") if getattr(control, f"should_{kind}")
         )
-        control._new_step()
+        control.new_step()
 
     while not control.should_training_stop:
         state.global_step += 1
-        control = callbacks.call("on_step_end", args, state, control)
+        callbacks.call("on_step_end", args, state, control)
         collect()
         if state.global_step % epoch_length == 0:
-            control = callbacks.call("on_epoch_end", args, state, control)
+            callbacks.call("on_epoch_end", args, state, control)
             collect()
     return asked
 
@@ -67,11 +66,31 @@ def test_user_callbacks_change_the_control():
     state.compute_steps(arguments(), 9)
     for step, expected in ((1, False), (2, True)):
         state.global_step = step
-        control = callbacks.call("on_step_end", arguments(), state, control, model="model")
+        callbacks.call("on_step_end", arguments(), state, control, model="model")
         assert control.should_training_stop is expected
 
 
+def test_a_control_that_a_callback_made_itself_counts():
+    class Own(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            return TrainerControl(should_log=True)
+
+    control, state = TrainerControl(), TrainerState(max_steps=9)
+    state.compute_steps(arguments(), 9)
+    Callbacks([Own]).call("on_step_end", arguments(), state, control)
+    assert control.should_log
+
+
+def test_transformers_callbacks_and_state_have_the_same_names():
+    transformers = pytest.importorskip("transformers")
+    assert all(hasattr(transformers.TrainerCallback, event) for event in EVENTS)
+    transformers.TrainerState(**vars(TrainerState()))
+    transformers.TrainerControl(**vars(TrainerControl()))
+
+
 def test_stateful_callbacks_go_on_where_they_were():
+    from transformers import EarlyStoppingCallback
+
     first = Callbacks([EarlyStoppingCallback(3), EarlyStoppingCallback(5)])
     first.callbacks[1].early_stopping_patience_counter = 2
     first.callbacks[2].early_stopping_patience_counter = 4
