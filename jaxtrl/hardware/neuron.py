@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
