@@ -60,7 +60,7 @@ class TrainConfig(metaclass=OptionsType):
         choices=("float32", "bfloat16", "float16", "auto"),
     )
     trust_remote_code: bool = option(
-        False, "Allow data sets and tokenizers that ship their own Python code to run it.", group="model"
+        False, "Allow a tokenizer that ships its own Python code to run it; models and data never do.", group="model"
     )
     bf16: bool | None = option(
         None, "Compute in bfloat16 (none: on accelerators, float32 on CPU). Weights stay float32.", group="model"

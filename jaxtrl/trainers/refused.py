@@ -2,9 +2,9 @@
 
 _TORCH = "a setting of PyTorch"
 _HUB = "nothing is uploaded: use `hf upload` on output_dir after the run"
-_LOADER = "rows are built with numpy in the training process, there is no data-loader process"
+_LOADER = "rows are built with numpy in a thread ahead of the device, there is no data-loader process"
 _DEVICES = "devices are laid out by jaxtrl's mesh"
-_EVALUATION = "evaluation returns sums over tokens, not stored predictions"
+_EVALUATION = "evaluation sums over tokens; compute_metrics gets log-prob, entropy and hit of each trained token"
 _SCRIPT = "the command trains, and eval_strategy says when to evaluate"
 _LORA = "all weights are trained, there are no adapters"
 _QUANTISED = "quantised weights are not supported"
@@ -34,13 +34,13 @@ TRAINING = {
     "log_on_each_node": "only the first process logs",
     "logging_nan_inf_filter": "a non-finite step is skipped and counted, never hidden",
     "include_num_input_tokens_seen": "always on: num_tokens is logged",
-    "log_level": "use Python's logging, logger `jaxtrl`",
+    "log_level": "output has one level; disable_tqdm turns the progress bar off",
     "log_level_replica": "only the first process logs",
     "trackio_space_id": _HUB,
     "trackio_bucket_id": _HUB,
     "trackio_static_space_id": _HUB,
     "eval_delay": "evaluation starts after the first eval_steps or epoch",
-    "prediction_loss_only": "logits are formed only for compute_metrics",
+    "prediction_loss_only": "logits are never kept, not even for compute_metrics",
     "eval_do_concat_batches": _EVALUATION,
     "eval_use_gather_object": _EVALUATION,
     "eval_accumulation_steps": _EVALUATION,
@@ -57,7 +57,7 @@ TRAINING = {
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
     "ignore_data_skip": "a resumed run continues at the exact data position at no cost",
-    "restore_callback_states_from_checkpoint": "callbacks keep their own state",
+    "restore_callback_states_from_checkpoint": "always on: a callback with a state gets it back",
     "full_determinism": "always on: runs are reproducible bit for bit on the same devices",
     "use_cpu": "set JAX_PLATFORMS=cpu in the environment",
     "accelerator_config": _DEVICES,
