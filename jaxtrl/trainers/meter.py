@@ -15,21 +15,26 @@ class Clock:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._paused = 0.0
+        self._left_out = 0.0
+        self._is_paused = False
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._start - self._paused
+        return time.perf_counter() - self._start - self._left_out
 
     def leave_out(self, seconds: float) -> None:
-        self._paused += seconds
+        """The last `seconds` were no training (nothing new inside a pause)."""
+        if not self._is_paused:
+            self._left_out += seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        start = time.perf_counter()
+        start, outer = time.perf_counter(), self._is_paused
+        self._is_paused = True
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - start
+            self._is_paused = outer
+            self.leave_out(time.perf_counter() - start)
 
 
 class Meter:
