@@ -126,23 +126,16 @@ class Dice:
 
 
 def arithmetic(dice: Dice) -> Question:
-    """A sum, difference or product of small numbers in one of several phrasings; the answer is the number alone."""
-    kind = dice.pick("++++++--*")
-    top = 9 if kind == "*" or dice.chance(0.5) else 49
+    """A sum, difference or product of small numbers in one of four phrasings; the answer is the number alone."""
+    sign, word = dice.pick([("+", "plus")] * 8 + [("-", "minus")] * 2 + [("*", "times")])
+    top = 9 if sign == "*" or dice.chance(0.75) else 20
     a, b = dice.number(0, top), dice.number(0, top)
-    if kind == "-":
+    if sign == "-":
         a, b = max(a, b), min(a, b)
-    result = {"+": a + b, "-": a - b, "*": a * b}[kind]
-    word = {"+": "plus", "-": "minus", "*": "times"}[kind]
-    forms = [
-        f"What is {a} {kind} {b}?",
-        f"What is {a} {kind} {b}?",
-        f"Compute {a} {kind} {b}.",
-        f"{a} {kind} {b} = ?",
-        f"How much is {a} {word} {b}?",
-        {"+": f"Add {a} and {b}.", "-": f"Take {b} from {a}.", "*": f"Multiply {a} and {b}."}[kind],
-    ]
-    return dice.pick(forms), str(result)
+    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    question = f"What is {a} {sign} {b}?"
+    others = [f"Compute {a} {sign} {b}.", f"{a} {sign} {b} = ?", f"How much is {a} {word} {b}?"]
+    return dice.pick([question] * 3 + others), str(result)
 
 
 def _words(dice: Dice, low: int, high: int) -> list[str]:
