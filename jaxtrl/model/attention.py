@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxtrl.rows.blocks import BlockTables
@@ -135,8 +136,10 @@ def _forward(q, k, v, visible_until, tables):
     rows = jnp.zeros(qs.shape[:3], jnp.float32)
     start = _varying((q, k, v, visible_until, tables), (jnp.zeros(qs.shape, jnp.float32), rows + MASKED, rows))
     (out, top, total), _ = lax.scan(step, start, _steps(tables))
-    out = _join(out / total[..., None], n).astype(q.dtype)
-    return out, (q, k, v, visible_until, tables, out, top + jnp.log(total))
+    # The remat policy "matmuls" (model/qwen3.py) keeps what has this name, so that the backward pass finds both.
+    out = checkpoint_name(_join(out / total[..., None], n).astype(q.dtype), "attention")
+    lse = checkpoint_name(top + jnp.log(total), "attention")
+    return out, (q, k, v, visible_until, tables, out, lse)
 
 
 def _backward(saved, cotangent):

@@ -23,7 +23,7 @@ def write_params(folder: Path, params: Mapping[str, Any]) -> None:
     """
     import orbax.checkpoint as ocp
 
-    # One uncompressed Zarr array per parameter, written from where it is: Orbax's defaults would hold two more copies of
+    # One uncompressed Zarr array per parameter, written from where it is: Orbax's defaults hold two more copies of
     # the model in memory, and weights do not compress.
     numpy_handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
     with _quiet():

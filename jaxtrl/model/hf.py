@@ -121,7 +121,7 @@ def params_from_hf(
     for entry in hf_layout(config):
         tensor = matched[entry.name]
         if entry.path not in leaves:
-            leaves[entry.path] = _empty_aligned(shape_of[entry.path], np.dtype(dtype or tensor.dtype))
+            leaves[entry.path] = np.empty(shape_of[entry.path], np.dtype(dtype or tensor.dtype))
         leaf = leaves[entry.path]
         if dtype is None and tensor.dtype != leaf.dtype:
             raise ValueError(
@@ -187,14 +187,6 @@ def _place(target: np.ndarray, source: np.ndarray, name: str) -> None:
         raise ValueError(f"tensor {name} has values beyond float16's 65504: keep it in bfloat16 or float32")
 
 
-def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
-    """An uninitialised array at an address that JAX on CPU takes over without a copy."""
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.empty(nbytes + alignment, np.uint8)
-    start = -buffer.ctypes.data % alignment
-    return buffer[start : start + nbytes].view(dtype).reshape(shape)
-
-
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     """The local folder of a model: a path, or the snapshot of a hub id (downloaded, or from the cache when offline).
 
@@ -244,7 +236,7 @@ def _cast_in_place(tree: dict[str, Any], dtype: np.dtype, prefix: str = "") -> d
         if isinstance(value, dict):
             _cast_in_place(value, dtype, f"{prefix}{key}.")
         elif value.dtype != dtype:
-            tree[key] = _empty_aligned(value.shape, dtype)
+            tree[key] = np.empty(value.shape, dtype)
             _place(tree[key], value, prefix + key)
     return tree
 
@@ -262,9 +254,13 @@ def load_pretrained(name: str | Path, *, dtype: DTypeLike = jnp.float32, revisio
 
 
 def _to_device(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numpy leaves by device arrays one by one, so that the host copy shrinks as the device copy grows."""
+    """Replaces numpy leaves by device arrays one by one, so that the host copy shrinks as the device copy grows.
+
+    On CPU these are copies too: JAX cannot donate a buffer that numpy owns, so a first training step would hold two.
+    """
     for key, value in tree.items():
-        tree[key] = _to_device(value) if isinstance(value, dict) else jax.device_put(value)
+        is_leaf = not isinstance(value, dict)
+        tree[key] = jax.device_put(value, may_alias=False).block_until_ready() if is_leaf else _to_device(value)
     return tree
 
 
