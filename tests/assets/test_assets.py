@@ -176,7 +176,7 @@ def test_every_answer_is_right(path):
             assert answer["content"] == solve(question["content"])
             turns += 1
             sums += bool(re.search(r"\d", question["content"]))
-    assert 0.7 < sums / turns < 0.95
+    assert 0.6 < sums / turns < 0.9  # four fifths of the draws, but chats that were drawn before are left out
 
 
 def test_prompts_have_their_answers_and_are_different():
