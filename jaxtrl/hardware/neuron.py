@@ -1,7 +1,7 @@
 """Lint: which operations of a program do not run on Trainium (DESIGN.md section 11). Needs no Trainium.
 
-The jaxpr is searched, since there a `scan` still differs from a `while_loop` and every operation has its source line; then
-the program is lowered for platform `neuron` and the StableHLO is searched for what only lowering brings in.
+The jaxpr is searched, since there a `scan` still differs from a `while_loop` and every operation has its source line;
+then the program is lowered for platform `neuron` and the StableHLO is searched for what only lowering brings in.
 """
 
 import math
@@ -59,8 +59,8 @@ _LOWERED = {
 def lint(jitted: Any, *args: Any, **kwargs: Any) -> list[Finding]:
     """What keeps `jitted` (a jax.jit object) from running on Neuron, each (operation, source line) once; [] if nothing.
 
-    Arguments may be `jax.ShapeDtypeStruct`s. Nothing is compiled or run. An operation that cannot be lowered for Neuron at
-    all is a finding too.
+    Arguments may be `jax.ShapeDtypeStruct`s. Nothing is compiled or run. An operation that cannot be lowered for
+    Neuron at all is a finding too.
     """
     traced = jitted.trace(*args, **kwargs)
     found = list(_search(traced.jaxpr.jaxpr))
@@ -103,12 +103,11 @@ def _search_value(value: Any) -> Iterator[Finding]:
 def _problems(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
     """(operation, what to do instead) of everything wrong with one equation, sub-programs left out."""
     name = eqn.primitive.name
-    operand = getattr(eqn.invars[0], "aval", None) if eqn.invars else None
-    dtype = getattr(operand, "dtype", np.dtype(np.float32))
+    dtype = _dtype(eqn.invars[0]) if eqn.invars else np.dtype(np.float32)
     integer = jnp.issubdtype(dtype, jnp.integer) or dtype == np.bool_
     if name in _FORBIDDEN:
         yield name, _FORBIDDEN[name]
-    elif name in _SUMS_ACROSS and any(jnp.issubdtype(x.aval.dtype, jnp.integer) for x in eqn.invars):
+    elif name in _SUMS_ACROSS and any(jnp.issubdtype(_dtype(x), jnp.integer) for x in eqn.invars):
         yield f"integer {name}", "cast counts to float32 before the sum over devices"
     elif name == "dot_general" and integer:
         yield "integer dot_general", "cast to float32"
@@ -124,25 +123,33 @@ def _problems(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
         yield name, _HOST
     if name in _MASKING and any(_minus_infinity(x) for x in eqn.invars):
         yield "minus infinity", "use a large finite negative number"
-    for kind in {str(getattr(x.aval, "dtype", "")) for x in eqn.outvars}:
+    for kind in {str(_dtype(x)) for x in eqn.outvars}:
         if kind in _WIDE or kind.startswith("float8"):
             yield f"{kind} array", "use float32, bfloat16 or int32"
 
 
+def _dtype(x: Any) -> Any:
+    return getattr(x.aval, "dtype", np.dtype(np.float32))  # tokens have none
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.aval.shape
+
+
 def _minus_infinity(x: Any) -> bool:
-    return isinstance(x, Literal) and jnp.issubdtype(x.aval.dtype, jnp.floating) and bool(np.all(x.val == -np.inf))
+    return isinstance(x, Literal) and jnp.issubdtype(_dtype(x), jnp.floating) and bool(np.all(x.val == -np.inf))
 
 
 def _picks_elements(eqn: JaxprEqn) -> bool:
     """Single entries of a matrix, not whole rows (of a vector, an entry is a row)."""
-    shape = [size for size in eqn.invars[0].aval.shape if size > 1]
+    shape = [size for size in _shape(eqn.invars[0]) if size > 1]
     return len(shape) > 1 and math.prod(eqn.params["slice_sizes"]) == 1
 
 
 def _adds_rows(eqn: JaxprEqn) -> bool:
     """Every update covers all axes of the operand but the indexed ones, and there are such axes."""
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+    numbers, shape = eqn.params["dimension_numbers"], _shape(eqn.invars[0])
     indexed = {*numbers.inserted_window_dims, *numbers.operand_batching_dims, *numbers.scatter_dims_to_operand_dims}
     rows = [size for axis, size in enumerate(shape) if axis not in indexed]
-    window = [eqn.invars[2].aval.shape[axis] for axis in numbers.update_window_dims]
+    window = [_shape(eqn.invars[2])[axis] for axis in numbers.update_window_dims]
     return math.prod(rows) > 1 and math.prod(window) == math.prod(rows)

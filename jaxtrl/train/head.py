@@ -1,16 +1,16 @@
 """The LM head: log-prob, entropy and hit of target tokens, without a [slots, vocabulary] matrix of logits.
 
 Logits are computed in blocks of [vocabulary rows, slots] that stay in the cache, with an online softmax over the blocks
-(https://arxiv.org/abs/1805.02867). Where the loss is a known function of the log-probs, its gradient is formed in the same
-pass: exp(logit - running maximum) of one chunk of slots is kept, and what the later maxima and the sum change about it is
-one factor per (block, slot), which is applied to the small [slots, D] side of the two gradient products. So three
-products in all and no further pass over the vocabulary; otherwise the logits are recomputed (four products).
+(https://arxiv.org/abs/1805.02867). Where the loss is a known function of the log-probs, its gradient is formed in the
+same pass: exp(logit - running maximum) of one chunk of slots is kept, and what the later maxima and the sum change
+about it is one factor per (block, slot), which is applied to the small [slots, D] side of the two gradient products.
+So three products in all and no further pass over the vocabulary; otherwise the logits are recomputed (four products).
 
 The target's entry is left out of the kept block. Its gradient p - 1 = -(sum of the others) / sum does not cancel, which
 matters in bfloat16, and is added as whole rows.
 
-With the vocabulary sharded (tensor parallelism), `_statistics` of the shards are what has to be combined across them: the
-maximum by pmax, the sums by psum after rescaling; dhidden by psum; a target outside of the shard matches no row.
+With the vocabulary sharded (tensor parallelism), `_statistics` of the shards are what has to be combined across them:
+the maximum by pmax, the sums by psum after rescaling; dhidden by psum; a target outside of the shard matches no row.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,9 @@ def score(
     Products are computed in `hidden.dtype` with float32 sums; the gradient of `weight` is in its own dtype. Without
     `cotangent`, `logp` is differentiable. With it, `total` is, and only it: the gradient of `total` with respect to
     `logp` is `cotangent * slope(logp)` (`slope` defaults to 1 and is taken as constant), known before the backward
-    pass, which then costs no further product; differentiating `logp` raises TypeError. `chunk` bounds how many slots are
-    computed at a time. Targets must lie in [0, vocab). Raises ValueError for a temperature or chunk that is not positive.
+    pass, which then costs no further product; differentiating `logp` raises TypeError. `chunk` bounds how many slots
+    are computed at a time. Targets must lie in [0, vocab). Raises ValueError for a temperature or chunk that is not
+    positive.
     """
     if temperature <= 0 or chunk < 1:
         raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")
@@ -99,7 +100,7 @@ class _Statistics(NamedTuple):
 class _Blocks(NamedTuple):
     """The vocabulary cut into blocks of one size. The last begins where it still fits, `fresh` is its first new row."""
 
-    index: Array
+    number: Array
     start: Array
     fresh: Array
 
@@ -113,8 +114,8 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, vocab: int, slots: int, axes: frozenset[str]) -> "_Blocks":
         size = cls.size(vocab, slots)
-        index = jnp.arange(-(-vocab // size), dtype=jnp.int32)
-        return vary(cls(index, jnp.minimum(index * size, vocab - size), index * size), axes)
+        number = jnp.arange(-(-vocab // size), dtype=jnp.int32)
+        return vary(cls(number, jnp.minimum(number * size, vocab - size), number * size), axes)
 
 
 def _logits(hidden: Array, rows: Array, temperature: float) -> Array:
@@ -150,7 +151,7 @@ def _statistics(hidden, weight, target, temperature, kept=None):
             picked + jnp.where(hot, logits, 0.0).sum(0),
         )
         if kept is not None:
-            kept = lax.dynamic_update_index_in_dim(kept, e.astype(kept.dtype), block.index, 0)
+            kept = lax.dynamic_update_index_in_dim(kept, e.astype(kept.dtype), block.number, 0)
         return (statistics, kept), None if kept is None else highest
 
     zeros = jnp.zeros(slots, jnp.float32)
@@ -162,7 +163,8 @@ def _statistics(hidden, weight, target, temperature, kept=None):
 def _gradients(hidden, weight, dweight, cotangent, entries, extra):
     """dhidden of one chunk of slots, and `dweight` plus its part; both float32.
 
-    The derivative by the logits is cotangent * factor * e with `entries(block, rows, extra) -> e [size, slots], factor`.
+    The derivative by the logits is cotangent * factor * e with `entries(block, rows, extra) -> e [size, slots],
+    factor`.
     """
     vocab, slots = weight.shape[0], hidden.shape[0]
     axes, size = varying_axes((hidden, weight, cotangent)), _Blocks.size(vocab, slots)
@@ -213,7 +215,8 @@ def _score_forward(hidden, weight, target, temperature, chunk):
     cast = weight.astype(hidden.dtype)
 
     def visit(_, slots):
-        statistics, _, _ = _statistics(*slots[:1], cast, *slots[1:], temperature)
+        hidden, target = slots
+        statistics, _, _ = _statistics(hidden, cast, target, temperature)
         return None, (statistics.results(), statistics.log_sum(), statistics.remainder())
 
     _, (results, log_sum, remainder) = _by_chunk(visit, None, (hidden, target), chunk)
@@ -274,7 +277,7 @@ def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk)
         scaled = cotangent / temperature
 
         def entries(block, rows, top):
-            return lax.dynamic_index_in_dim(kept, block.index, 0, keepdims=False), jnp.exp(top - log_sum)
+            return lax.dynamic_index_in_dim(kept, block.number, 0, keepdims=False), jnp.exp(top - log_sum)
 
         dhidden, dweight = _gradients(hidden, cast, dweight, -scaled, entries, tops)
         onto_target = -scaled * statistics.remainder()

@@ -1,7 +1,7 @@
 """Losses over the terms of a row, and sums over the terms of one slot (DESIGN.md section 6).
 
-A supervised loss is a function of a term's log-prob alone, so the terms of one slot are one loss with their summed weight:
-sum_t weight_t l(logp[slot_t]) = sum_s weight_s l(logp_s). Divided once, over all micro-batches and devices.
+A supervised loss is a function of a term's log-prob alone, so the terms of one slot are one loss with their summed
+weight: sum_t weight_t l(logp[slot_t]) = sum_s weight_s l(logp_s). Divided once, over all micro-batches and devices.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SLOT_CHUNK = 256  # slots compared with all terms at a time
 
 
 class SupervisedLoss(NamedTuple):
-    """A loss l(logp) whose derivative is -slope(logp), the rest of the formula being constant: l = -slope(logp) * logp."""
+    """A loss l(logp) = -slope(logp) * logp where the slope is taken as constant, so that l' = -slope(logp)."""
 
     slope: Callable[[Array], Array] | None  # None: 1
     value: Callable[[Array], Array]
@@ -30,7 +30,7 @@ def nll(logp: Float[Array, "n"]) -> Float[Array, "n"]:
 
 
 def dft(logp: Float[Array, "n"]) -> Float[Array, "n"]:
-    """Dynamic fine-tuning (https://arxiv.org/abs/2508.05629), -stop_gradient(p) log p: NLL weighted by the probability."""
+    """Dynamic fine-tuning, -stop_gradient(p) log p: NLL weighted by p (https://arxiv.org/abs/2508.05629)."""
     return -lax.stop_gradient(jnp.exp(logp)) * logp
 
 

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 class SkippingOptimizer(optax.GradientTransformationExtraArgs):
     """An optax transformation whose `update` takes `finite` (bool scalar) and `grad_norm` (of the gradients).
 
-    Where `finite` is False the updates are zero and the state stays as it is. A caller can do the same to any optimizer by
-    `where(finite, new, old)`, but then XLA on CPU copies the moments, since their old values are needed to the end.
+    Where `finite` is False the updates are zero and the state stays as it is. A caller can do the same to any
+    optimizer by `where(finite, new, old)`, but then XLA on CPU copies the moments, since their old values are needed
+    to the end.
     """
 
 
@@ -34,10 +35,10 @@ def make_optimizer(
 ) -> SkippingOptimizer:
     """AdamW (https://arxiv.org/abs/1711.05101) after clipping by the global norm; TRL's defaults.
 
-    `learning_rate` is the peak of `schedule` (see `make_schedule`, which gets `options`) or an optax schedule of its own.
-    Gradients are scaled by min(1, max_grad_norm / (norm + 1e-6)) as torch.nn.utils.clip_grad_norm_ does; None or 0 does
-    not clip. `decay_mask` is a pytree of bools or a function from params to one; by default weights decay, norms and
-    biases do not. Moments have the dtype of the parameters. Raises ValueError as `make_schedule`.
+    `learning_rate` is the peak of `schedule` (see `make_schedule`, which gets `options`) or an optax schedule of its
+    own. Gradients are scaled by min(1, max_grad_norm / (norm + 1e-6)) as torch.nn.utils.clip_grad_norm_ does; None or
+    0 does not clip. `decay_mask` is a pytree of bools or a function from params to one; by default weights decay,
+    norms and biases do not. Moments have the dtype of the parameters. Raises ValueError as `make_schedule`.
     """
     if not callable(learning_rate):
         learning_rate = make_schedule(
@@ -110,15 +111,18 @@ def make_schedule(
     | inverse_sqrt | timescale (warmup_steps, or 10,000 where that is 0) |
     | warmup_stable_decay | num_decay_steps, num_stable_steps, warmup_type, decay_type, min_lr_ratio, num_cycles |
 
-    The schedule takes an int (computed in NumPy) or a traced int32. Raises ValueError for an unknown name, an unknown or
-    missing option, or a value outside of its range.
+    The schedule takes an int (computed in NumPy) or a traced int32. Raises ValueError for an unknown name, an unknown
+    or missing option, or a value outside of its range.
     """
     if schedule not in _SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}: use one of {', '.join(_SCHEDULES)}")
-    if learning_rate < 0 or total_steps < 0 or warmup_steps < 0:
-        raise ValueError(
-            f"learning_rate {learning_rate}, total_steps {total_steps}, warmup_steps {warmup_steps}: none may be negative"
-        )
+    for name, value in (
+        ("learning_rate", learning_rate),
+        ("total_steps", total_steps),
+        ("warmup_steps", warmup_steps),
+    ):
+        if value < 0:
+            raise ValueError(f"{name} is {value}: it must not be negative")
     factory, names = _SCHEDULES[schedule]
     unknown = set(options) - set(names)
     if unknown:

@@ -1,7 +1,7 @@
 """Pure step functions: train, evaluate, score (DESIGN.md sections 3, 6 and 7).
 
-`jax.shard_map` covers loss and gradient, one token row per device; what leaves it are sums over all devices. The optimizer
-runs outside, on global arrays. Sums are divided by the denominator once per optimizer step.
+`jax.shard_map` covers loss and gradient, one token row per device; what leaves it are sums over all devices. The
+optimizer runs outside, on global arrays. Sums are divided by the denominator once per optimizer step.
 """
 
 from collections.abc import Callable
@@ -48,8 +48,9 @@ class Accumulated(NamedTuple):
 class SFTStep:
     """One optimizer step of supervised fine-tuning; see `make_sft_step`.
 
-    `step(state, *batches) -> state, metrics` is either `fused(state, batch)`, or `init(params)`, then `accumulate(params,
-    acc, batch)` for each batch, then `apply(state, acc)`. All but `init` are jax.jit objects, to be lowered or compiled.
+    `step(state, *batches) -> state, metrics` is `fused(state, batch)` for one batch, and for more `init(params)`, then
+    `accumulate(params, acc, batch)` for each, then `apply(state, acc)`. These four are jax.jit objects, to be lowered
+    or compiled ahead.
     """
 
     def __init__(self, init: Callable, accumulate: Any, apply: Any, fused: Any):
@@ -79,11 +80,12 @@ def make_sft_step(
 ) -> SFTStep:
     """A pure step on `TrainState` and `RowBatch`es (of one row per device of `mesh`; their shapes may differ).
 
-    The loss is sum(weight * l) / sum(denominator) over all batches and devices, l being "nll" or "dft". Metrics are float32
-    scalars: loss, grad_norm (before clipping), entropy and mean_token_accuracy (over trained terms), num_terms, and
-    skipped: 1 where loss or gradient were not finite, in which case the state comes back as it was. No trained term gives
-    zero loss and gradient. `dtype` is that of the matmuls, parameters and sums stay float32. With `donate` the buffers of
-    the state given to `fused` and `apply`, and of the `acc` given to `accumulate`, are reused and must not be read again.
+    The loss is sum(weight * l) / sum(denominator) over all batches and devices, l being "nll" or "dft". Metrics are
+    float32 scalars: loss, grad_norm (before clipping), entropy and mean_token_accuracy (over trained terms),
+    num_terms, and skipped: 1 where loss or gradient were not finite, in which case the state comes back as it was. No
+    trained term gives zero loss and gradient. `dtype` is that of the matmuls, parameters and sums stay float32. With
+    `donate` the buffers of the state given to `fused` and `apply`, and of the `acc` given to `accumulate`, are reused
+    and must not be read again.
     """
     gradients = _sharded(_make_gradients(config, loss_type, dtype, remat, unroll), mesh)
 
@@ -114,8 +116,10 @@ def make_eval_step(
     dtype: DTypeLike = jnp.float32,
     unroll: int = 1,
 ) -> Any:
-    """jitted eval(params, batch) -> dict of sums over the trained terms of all devices, float32 scalars: loss_sum (weighted),
-    denominator, entropy_sum, hit_sum, num_terms. Sums of several batches may be added, then divided."""
+    """jitted eval(params, batch) -> dict of sums over the trained terms of all devices, float32 scalars.
+
+    Keys: loss_sum (weighted), denominator, entropy_sum, hit_sum, num_terms. Add those of several batches, then divide.
+    """
     loss = supervised_loss(loss_type)
 
     def evaluate(params: Any, batch: RowBatch) -> Sums:
@@ -139,8 +143,8 @@ def make_score_step(
     hits: bool = False,
     unroll: int = 1,
 ) -> Any:
-    """jitted score(params, batch) -> (logp [D, T], entropy [D, T]) of each term, float32; with `hits` a third bool array:
-    is the target the most likely token. Entries of unused terms (weight 0) mean nothing."""
+    """jitted score(params, batch) -> (logp [D, T], entropy [D, T]) of each term, float32; with `hits` a third bool
+    array: is the target the most likely token. Entries of unused terms (weight 0) mean nothing."""
 
     def terms(params: Any, batch: RowBatch) -> tuple[Array, ...]:
         row = _row(batch)
@@ -169,12 +173,12 @@ def _make_gradients(config, loss_type, dtype, remat, unroll):
     return gradients
 
 
-def _row(batch: RowBatch) -> RowBatch:
-    """The one row that this device holds."""
+def _row(batch: RowBatch) -> Any:
+    """The one row that this device holds: a RowBatch of traced arrays without the leading axis."""
     return jax.tree.map(lambda x: x[0], batch)
 
 
-def _slot_weights(row: RowBatch) -> tuple[Float[Array, "u"], Float[Array, "u"], Bool[Array, "u"]]:
+def _slot_weights(row: Any) -> tuple[Float[Array, "u"], Float[Array, "u"], Bool[Array, "u"]]:
     """Of each slot: the summed weight of its terms, their number, and whether it has any."""
     columns = jnp.stack([row.weight, (row.weight != 0).astype(jnp.float32)], axis=1)
     weights, counts = sum_by_slot(columns, row.term_slot, row.slot_index.shape[0]).T
@@ -182,7 +186,7 @@ def _slot_weights(row: RowBatch) -> tuple[Float[Array, "u"], Float[Array, "u"], 
 
 
 def _score_row(config, params, row, used, dtype, remat, unroll, temperature=1.0, cotangent=None, slope=None) -> Score:
-    """Log-probs of the row's slots. Slots that are not `used` get a zero hidden state, so that nothing comes back from them."""
+    """Scores of the row's slots. Those not `used` get a zero hidden state, so that nothing comes back from them."""
     model = nnx.merge(model_graphdef(config), params)
     hidden = model(
         row.input_ids, row.position_ids, row.visible_until, row.tables, dtype=dtype, remat=remat, unroll=unroll
@@ -192,7 +196,7 @@ def _score_row(config, params, row, used, dtype, remat, unroll, temperature=1.0,
     return score(hidden, model.head_weight(), row.slot_target, temperature, cotangent, slope)
 
 
-def _sums(loss, row: RowBatch, counts, scored: Score) -> Sums:
+def _sums(loss: Array, row: Any, counts: Array, scored: Score) -> Sums:
     entropy = jnp.where(counts > 0, counts * scored.entropy, 0.0).sum()
     return Sums(loss, row.denominator, entropy, (counts * scored.hit).sum(), counts.sum())
 
@@ -225,7 +229,7 @@ def _apply(optimizer, state: TrainState, acc: Accumulated) -> tuple[TrainState, 
 
 
 def _sharded(function: Callable, mesh: Mesh | None, reduce: bool = True) -> Callable:
-    """`function(params, batch)` on each device's row, its results summed over the devices or, without `reduce`, stacked."""
+    """`function(params, batch)` on each device's row; results are summed over devices or, without `reduce`, stacked."""
     devices = row_count(mesh)
 
     def run(params, batch):

@@ -157,7 +157,7 @@ def test_own_schedule():
         make_optimizer(lambda count: 0.1, 10, num_cycles=2)
 
 
-# Learning rates of transformers 5.24's get_scheduler: (schedule, total steps, warm-up, options) -> update number -> factor
+# (schedule, total steps, warm-up, options); GOLDEN has the factors of transformers 5.24's get_scheduler, one per update
 CASES = [
     ("linear", 25, 5, {}),
     ("linear", 10, 0, {}),
@@ -589,7 +589,7 @@ def test_schedule_ticks_per_update():
         ({"schedule": "cosine_with_min_lr", "min_lr": 1e-5, "min_lr_rate": 0.1}, "both set"),
         ({"schedule": "warmup_stable_decay"}, "needs num_decay_steps"),
         ({"schedule": "warmup_stable_decay", "num_decay_steps": 3, "decay_type": "x"}, "decay_type is 'x': use one of"),
-        ({"warmup_steps": -1}, "warmup_steps -1: none may be negative"),
+        ({"warmup_steps": -1}, "warmup_steps is -1: it must not be negative"),
     ],
 )
 def test_schedule_refuses(options, message):
