@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int, Integer
 
 from .batch import Row, Sample, concat_rows
+from .blocks import DEFAULT_BLOCK_SIZE
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 Fragment: TypeAlias = tuple[int, int, int]  # sample, first token, end token
@@ -58,6 +59,26 @@ def pack_indices(lengths: Integer[np.ndarray, " n"], token_budget: int, strategy
     stop = np.minimum(start + token_budget, lengths[sample])
     fragments = list(zip(sample.tolist(), start.tolist(), stop.tolist(), strict=True))
     return [[fragments[i] for i in members] for members in _best_fit_decreasing(stop - start, token_budget)]
+
+
+def packed_lanes(
+    packs: Sequence[Sequence[Fragment]], token_budget: int, block_size: int = DEFAULT_BLOCK_SIZE
+) -> Int[np.ndarray, " packs"]:
+    """The attention lanes (`count_lanes`) that each packed row needs when it starts at the edge of a block.
+
+    Rows of several packs, each filled up to the edge of a block, need the sum.
+    """
+    blocks = -(-token_budget // block_size)
+    pack = np.repeat(np.arange(len(packs)), [len(fragments) for fragments in packs])
+    sizes = np.array([stop - start for fragments in packs for _, start, stop in fragments], dtype=np.int64)
+    used = np.bincount(pack, sizes, minlength=len(packs)).astype(np.int64)
+    # All packs one after another, each as long as the budget: ends of their fragments, last token of each block.
+    room = blocks * block_size
+    ends = np.cumsum(sizes) + (np.arange(len(packs)) * room - (np.cumsum(used) - used))[pack]
+    last_token = np.arange(len(packs) * blocks).reshape(-1, blocks) * block_size + block_size - 1
+    seen_until = np.append(ends, 0)[np.searchsorted(ends, last_token, side="right")]
+    in_pack = last_token < (np.arange(len(packs)) * room + used)[:, None]
+    return np.where(in_pack, (seen_until - 1) // block_size - last_token // block_size, 0).sum(axis=1)
 
 
 def _best_fit_decreasing(sizes: Int[np.ndarray, " f"], budget: int) -> list[list[int]]:

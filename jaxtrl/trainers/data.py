@@ -18,7 +18,7 @@ from jaxtrl.rows.batch import Row, RowBatch, Sample, ShapeClass, concat_rows, ma
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.rows.order import BatchSizes, DataPosition, epoch_order, micro_batches
-from jaxtrl.rows.pack import Fragment, cut_sample, pack_indices
+from jaxtrl.rows.pack import Fragment, cut_sample, pack_indices, packed_lanes
 
 STREAM_LOT = 1000  # sequences of a stream that are packed together, as in TRL
 Line = list[Sample]  # the sequences of one line
@@ -63,6 +63,14 @@ class Lines:
             for pack in self._packs or []
         ]
         return int(np.sort(each)[-lines:].sum()) if each else 0
+
+    def most_lanes(self, lines: int, block: int) -> int:
+        """Attention lanes that no choice of so many packed rows, each filled up with one document, exceeds."""
+        assert self.packing is not None
+        length = self.packing.length
+        filled = [[*pack, (0, 0, length - sum(stop - start for _, start, stop in pack))] for pack in self._packs or []]
+        each = packed_lanes(filled, length, block)
+        return int(np.sort(each)[-lines:].sum())
 
     def epoch(self, seed: int, epoch: int, offset: int = 0, shuffle: bool = True) -> list[int]:
         """The numbers of the lines of an epoch in their order, from `offset` on."""
@@ -212,8 +220,8 @@ def _packed_shapes(lines: Lines | StreamLines, per_device: int, block: int) -> S
     """One class that holds any `per_device` packed rows.
 
     Slots: the most trained tokens that so many rows can have (of a stream, whose rows are not known: all tokens).
-    Lanes: a packed row of c blocks has at most c (c - 1) / 2 pairs of blocks below the diagonal; where rows do not
-    start at the edge of a block they reach over one more.
+    Lanes: the most that so many rows can need. Of a stream: a packed row of c blocks has at most c (c - 1) / 2 pairs of
+    blocks below the diagonal; where rows do not start at the edge of a block they reach over one more.
     """
     assert lines.packing is not None
     length = lines.packing.length
@@ -221,6 +229,8 @@ def _packed_shapes(lines: Lines | StreamLines, per_device: int, block: int) -> S
     slots = lines.most_trained(per_device) if isinstance(lines, Lines) else tokens
     reach = length // block - 1 if length % block == 0 else (length + block - 2) // block
     blocks = tokens // block
-    lanes = max(1, min(per_device * reach * (reach + 1) // 2, blocks * (blocks - 1) // 2))
+    lanes = min(per_device * reach * (reach + 1) // 2, blocks * (blocks - 1) // 2)
+    if isinstance(lines, Lines) and length % block == 0:
+        lanes = lines.most_lanes(per_device, block)
     slots = min(tokens, max(block, -(-slots // block) * block))
-    return ShapeSet("fixed", tokens, block, (ShapeClass(tokens, slots, slots, lanes),))
+    return ShapeSet("fixed", tokens, block, (ShapeClass(tokens, slots, slots, max(1, lanes)),))

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrl.rows.batch import Sample
-from jaxtrl.rows.pack import STRATEGIES, cut_sample, pack_indices, pack_rows
+from jaxtrl.rows.batch import Sample, pad_visible
+from jaxtrl.rows.blocks import count_lanes
+from jaxtrl.rows.pack import STRATEGIES, cut_sample, pack_indices, pack_rows, packed_lanes
 
 lengths_and_budget = st.tuples(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 24))
 
@@ -134,6 +135,19 @@ def test_a_cut_sample_keeps_its_columns():
     assert cut.old_logp.tolist() == [1, 2]
     assert (cut.advantage, cut.group, cut.ref_logp) == (2.0, 3, None)
     assert cut_sample(whole, 0, 4) is whole
+
+
+@given(st.lists(st.integers(0, 90), max_size=40), st.integers(1, 70), st.sampled_from(STRATEGIES))
+def test_lanes_of_packs_are_those_of_their_rows(lengths, budget, strategy):
+    samples = samples_of(lengths)
+    packs = pack_indices(np.array(lengths, np.int64), budget, strategy)
+    tokens = -(-budget // 8) * 8
+    visible = [pad_visible(row.visible_until, tokens) for row in pack_rows(samples, budget, strategy)]
+    lanes = packed_lanes(packs, budget, 8)
+    assert [max(1, n) for n in lanes.tolist()] == [count_lanes(one, 8) for one in visible]
+    if packs:  # several packs in one row
+        together = np.concatenate([one + tokens * i for i, one in enumerate(visible)])
+        assert max(1, lanes.sum()) == count_lanes(together, 8)
 
 
 def test_refusals():

@@ -112,6 +112,12 @@ def test_rows_of_whole_blocks_start_at_the_edge_of_a_block_and_padding_is_not_co
     assert micro.slots == 87 == int(micro.batch.denominator.sum())
 
 
+def test_the_document_that_fills_a_packed_row_has_its_lanes():
+    lines = Lines(make_dataset([8] * 9), Packing("bfd", 32))  # two full rows without lanes, one with 24 tokens to fill
+    batches = Batches(lines, per_device=2, block=8)
+    assert [micro.shape.lanes for micro in (batches.build([[0, 1]]), batches.build([[2, 1]]))] == [3, 3]
+
+
 def test_fixed_and_multiple_settings_hold_for_packed_rows_too():
     lines = Lines(make_dataset(LENGTHS), Packing("bfd", 32))
     assert Batches(lines, 2, "fixed:128", 8).build([[0, 1]]).shape.tokens == 128
