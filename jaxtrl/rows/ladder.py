@@ -8,8 +8,8 @@ assistant-only loss the slots vary too: 21 and 10 programs, with 17 and 19 % unu
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,18 +77,6 @@ class ShapeSet:
         else:
             slots, lanes = _slot_class(rows, need), _lane_class(need.lanes, blocks)
         return ShapeClass(need.tokens, slots, _doubled(slots, need.terms), lanes)
-
-    def covering(self, batches: Iterable[Sequence[Row]]) -> "ShapeSet":
-        """The set of one class that holds all these batches tightly (packed rows: one program for the whole run)."""
-        sizes: ShapeClass | None = None
-        for rows in batches:
-            tokens = self.token_class(max(_most(rows, "input_ids"), sizes.tokens if sizes else 0))
-            need = self._needed(rows, tokens)
-            sizes = ShapeClass(*map(max, sizes, need)) if sizes else need
-        if sizes is None:
-            raise ValueError("no batch to find a shape for: the data set gave no row")
-        slots = _round_up(sizes.slots, self.block_size)
-        return replace(self, classes=(ShapeClass(sizes.tokens, slots, max(slots, sizes.terms), sizes.lanes),))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` gives the same set back."""

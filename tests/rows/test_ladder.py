@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from jaxtrl.rows.batch import Row, Sample, ShapeClass, concat_rows, make_batch, 
 from jaxtrl.rows.blocks import count_lanes
 from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.rows.order import epoch_order
-from jaxtrl.rows.pack import pack_rows
 
 SETTINGS = ("auto", "none", 8, 100, "256", "fixed:512")
 
@@ -112,31 +112,22 @@ def test_lanes_follow_the_blocks_in_few_steps():
     assert sorted(lanes) == [160, 320, 640, 1280, 2016]
 
 
-def test_covering_is_one_tight_class():
-    rng = np.random.default_rng(0)
-    packed = pack_rows([sample(int(n)) for n in rng.integers(5, 120, 200)], 256)
-    shape_set = ShapeSet.from_setting("auto", 16).covering([one] for one in packed)
-    (shape,) = shape_set.classes
-    assert {shape_set.classify([one]) for one in packed} == {shape}
-    assert shape.tokens == 256
-    assert shape.lanes == max(count_lanes(pad_visible(one.visible_until, 256), 16) for one in packed)
-    assert max(len(one.slot_index) for one in packed) <= shape.slots <= 256
-    with pytest.raises(ValueError, match=r"a batch needs ShapeClass\(tokens=272"):
-        shape_set.classify([row(260)])
-
-
 def test_listed_classes_are_tried_from_the_smallest():
     small, large = ShapeClass(32, 16, 16, 1), ShapeClass(64, 64, 64, 6)
     shape_set = ShapeSet("auto", 0, 16, (small, large))
     assert shape_set.classify([row(10)]) == small
     assert shape_set.classify([row(20)]) == large  # slots
     assert shape_set.classify([row(20), row(33)]) == large
+    with pytest.raises(
+        ValueError, match=r"a batch needs ShapeClass\(tokens=80, .* largest shape of this run is .*start anew"
+    ):
+        shape_set.classify([row(10), row(65)])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_json_round_trip(setting):
     shape_set = ShapeSet.from_setting(setting, 16)
-    for one in (shape_set, shape_set.covering([[row(20, 30)]])):
+    for one in (shape_set, replace(shape_set, classes=(ShapeClass(32, 16, 16, 1), ShapeClass(64, 64, 64, 6)))):
         again = ShapeSet.from_json(json.loads(json.dumps(one.to_json())))
         assert again == one
         assert isinstance(again.classify([row(5)]), ShapeClass)
@@ -153,8 +144,6 @@ def test_a_wrong_setting_is_refused(setting):
 def test_refusals_at_run_time():
     with pytest.raises(ValueError, match="a row has 513 tokens but the shape is fixed at 512"):
         ShapeSet.from_setting("fixed:512").classify([row(513)])
-    with pytest.raises(ValueError, match="no batch to find a shape for"):
-        ShapeSet.from_setting("auto").covering([])
     with pytest.raises(ValueError, match="one row per device"):
         ShapeSet.from_setting("auto").classify([])
 
