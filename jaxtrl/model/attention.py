@@ -1,23 +1,29 @@
 """Attention over a token row: causal, packed and tree rows are one program with other numbers (DESIGN.md section 4).
 
-The host lists the pairs of blocks that have to meet (`rows/blocks.py`). Each block meets itself first; that gives every
-query a finite running maximum, as a token sees itself. The other pairs are then visited one after the other with an
-online softmax (Rabe and Staats, https://arxiv.org/abs/2112.05682; FlashAttention, https://arxiv.org/abs/2205.14135), and
-once more in the backward pass, which recomputes the probabilities from the saved log-sum-exp. Memory is linear in N,
-every write is a contiguous slice.
+The host lists the pairs of blocks that have to meet (`rows/blocks.py`). The device visits them one after the other with
+an online softmax (https://arxiv.org/abs/2112.05682, https://arxiv.org/abs/2205.14135), each block with itself first:
+a token sees itself, so every query has a finite running maximum from then on. The backward pass walks through the same
+pairs once more and recomputes the probabilities from the saved log-sum-exp. Memory is linear in N, every write is a
+contiguous slice, and a pair that is not listed is never computed.
+
+Inside, arrays are cut into blocks `[C, S, R, d]`: `C` (chunk of key/value heads, block of the row), `S` heads of that
+chunk, `R` tokens of the block (keys, values) or tokens x query heads per key/value head, so that the query heads that
+share a key are further rows of one matmul and K and V are never repeated.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxtrl.rows.blocks import BlockTables
 
-MASKED = -1e30  # finite: no NaN, and exp(MASKED - maximum) is exactly 0
+MASKED = -1e30  # finite, so no NaN can arise; exp(MASKED - maximum) is exactly 0
+CACHED_SCORES = 2**17  # scores in one step on a CPU: as float32 they stay in a core's L2 cache
 
 
 def attend(
@@ -29,70 +35,72 @@ def attend(
 ) -> Float[Array, "n heads d"]:
     """softmax(q k^T / sqrt(d)) v, where token `j` is seen by the tokens `i` with `j <= i < visible_until[j]`.
 
-    q, k, v share a dtype (float32 or bfloat16), which is the dtype of the result and of the matmul inputs; scores, softmax
-    and sums are float32. Query head `h` uses key/value head `h // (heads / kv_heads)`. `tables` are the `block_tables` of
-    the same `visible_until`. Raises ValueError where heads, dtypes or the tables do not fit.
+    q, k, v share a dtype (float32 or bfloat16): that of the result and of the matmul inputs; scores, softmax and sums
+    are float32. Query head `h` uses key/value head `h // (heads / kv_heads)`. `tables` are the `block_tables` of the
+    same `visible_until`. The output and its log-sum-exp carry the name "attention" for checkpoint policies. Raises
+    ValueError where heads, dtypes or tables do not fit together.
     """
-    n, heads, _ = q.shape
-    kv_heads, blocks = k.shape[1], tables.query_lanes.shape[-1]
+    (n, heads, d), kv_heads, blocks = q.shape, k.shape[1], tables.query_lanes.shape[-1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads: check the model config")
-    if n % blocks or tables.query_lanes.ndim != 1:
+    if tables.query_lanes.ndim != 1 or n % blocks:
         raise ValueError(f"a row of {n} tokens got tables of shape {tables.query_lanes.shape}: build them for this row")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}: cast them to one compute dtype")
-    return _attend(q, k, v, visible_until, tables)
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one compute dtype")
+    together = _heads_per_step(kv_heads, heads // kv_heads * (n // blocks) ** 2)
+
+    def split(x: Array) -> Array:
+        x = x.reshape(blocks, n // blocks, kv_heads // together, together, -1)
+        return x.transpose(2, 0, 3, 1, 4).reshape(-1, together, n // blocks * (x.shape[-1] // d), d)
+
+    out = _attend(split(q), split(k), split(v), visible_until.reshape(blocks, -1), tables)
+    out = out.reshape(kv_heads // together, blocks, together, n // blocks, -1)
+    return out.transpose(1, 3, 0, 2, 4).reshape(n, heads, d)
+
+
+def _heads_per_step(kv_heads: int, scores_per_head: int) -> int:
+    """All key/value heads at once, on a CPU only as many (a divisor) as keep the scores of a step in the cache."""
+    if jax.default_backend() != "cpu":
+        return kv_heads
+    fit = max(1, CACHED_SCORES // scores_per_head)
+    return max(s for s in range(1, kv_heads + 1) if kv_heads % s == 0 and s <= fit)
 
 
 @jax.custom_vjp
-def _attend(q, k, v, visible_until, tables):
-    return _forward(q, k, v, visible_until, tables)[0]
+def _attend(q: Array, k: Array, v: Array, until: Array, tables: BlockTables) -> Array:
+    return _forward(q, k, v, until, tables)[0]
 
 
-def _split(x: Array, blocks: int, kv_heads: int) -> Array:
-    """[N, H, d] -> [blocks, kv_heads, group * B, d]: the heads that share a key head are further rows of one matmul."""
-    n, heads, d = x.shape
-    x = x.reshape(blocks, n // blocks, kv_heads, heads // kv_heads, d)
-    return x.transpose(0, 2, 3, 1, 4).reshape(blocks, kv_heads, -1, d)
+class _Step(NamedTuple):
+    """One visit, or the list of all: query block, key block, whether it is real, and the first block of its heads."""
+
+    query: Array
+    key: Array
+    live: Array
+    chunk: Array
 
 
-def _join(x: Array, n: int) -> Array:
-    """The inverse of `_split`."""
-    blocks, kv_heads, _, d = x.shape
-    x = x.reshape(blocks, kv_heads, -1, n // blocks, d)
-    return x.transpose(0, 3, 1, 2, 4).reshape(n, -1, d)
+def _steps(tables: BlockTables, chunks: int) -> _Step:
+    """For each chunk of heads the diagonal pairs, then the lanes; padding lanes are dead whatever they hold."""
+    blocks, lanes = tables.query_lanes.shape[0], tables.lane_query.shape[0]
+    diagonal = lax.iota(jnp.int32, blocks)
+    live = lax.iota(jnp.int32, lanes) < tables.query_lanes.sum()
+    query = jnp.concatenate([diagonal, jnp.where(live, tables.lane_query, 0)])
+    key = jnp.concatenate([diagonal, jnp.where(live, tables.lane_key, 0)])
+    live = jnp.concatenate([jnp.ones(blocks, bool), live])
+    chunk = np.repeat(np.arange(chunks, dtype=np.int32) * blocks, blocks + lanes)
+    return _Step(jnp.tile(query, chunks), jnp.tile(key, chunks), jnp.tile(live, chunks), jnp.asarray(chunk))
 
 
-def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Batched matmul over axis 0 (key/value heads), accumulated in float32."""
-    dims = (((contract[0],), (contract[1],)), ((0,), (0,)))
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-
-
-def _scores(q: Array, k: Array, mask: Array) -> Array:
-    """[kv_heads, group * B, B] masked float32 scores; `mask` is [B, B] and the same for every head."""
-    s = _dot(q, k, (2, 2)) * (q.shape[-1] ** -0.5)
-    kv_heads, _, size = s.shape
-    s = s.reshape(kv_heads, -1, size, size)
-    return jnp.where(mask, s, MASKED).reshape(kv_heads, -1, size)
-
-
-def _mask(query_block: Array, key_block: Array, until: Array, live: Any) -> Array:
-    """[B, B]: which tokens of the query block see which of the key block, whose `visible_until` is `until`."""
-    size = until.shape[0]
-    index = lax.iota(jnp.int32, size)
-    query, key = query_block * size + index[:, None], key_block * size + index[None, :]
-    return (query >= key) & (query < until[None, :]) & live
-
-
-def _varying(like: Any, x: Any) -> Any:
-    """`x` cast to vary over the mesh axes over which any leaf of `like` varies (scan carries must, under shard_map)."""
-    axes = _axes(like)
-    return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - jax.typeof(leaf).mat.varying), to="varying"), x)
-
-
-def _axes(tree: Any) -> frozenset:
-    return frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(tree)))
+def _mask(step: _Step, until: Array, rows: int, transposed: bool) -> Array:
+    """[rows, B], or [B, rows] if transposed: which query rows of the pair see which keys."""
+    size = until.shape[1]
+    query = step.query * size + np.arange(rows, dtype=np.int32) // (rows // size)
+    key = step.key * size + lax.iota(jnp.int32, size)
+    end = jnp.where(step.live, _take(until, step.key), 0)
+    if transposed:
+        return (key[:, None] <= query) & (query < end[:, None])
+    return (key <= query[:, None]) & (query[:, None] < end)
 
 
 def _take(x: Array, block: Array) -> Array:
@@ -103,73 +111,74 @@ def _put(x: Array, value: Array, block: Array) -> Array:
     return lax.dynamic_update_index_in_dim(x, value, block, 0)
 
 
-def _add(x: Array, value: Array, block: Array) -> Array:
-    return _put(x, _take(x, block) + value, block)
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Matmul for each head of a chunk (axis 0), accumulated in float32."""
+    dimensions = (((contract[0],), (contract[1],)), ((0,), (0,)))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _steps(tables: BlockTables):
-    """(query block, key block, is this step real) of every step: the diagonal pairs, then the lanes."""
-    blocks, lanes = tables.query_lanes.shape[0], tables.lane_query.shape[0]
-    diagonal = lax.iota(jnp.int32, blocks)
-    live = lax.iota(jnp.int32, lanes) < tables.query_lanes.sum()
-    query = jnp.concatenate([diagonal, jnp.where(live, tables.lane_query, 0)])
-    key = jnp.concatenate([diagonal, jnp.where(live, tables.lane_key, 0)])
-    return query, key, jnp.concatenate([jnp.ones(blocks, bool), live])
+def _forward(q: Array, k: Array, v: Array, until: Array, tables: BlockTables) -> tuple[Array, tuple]:
+    rows, scale = q.shape[2], q.shape[3] ** -0.5
 
-
-def _forward(q, k, v, visible_until, tables):
-    blocks, kv_heads, n = tables.query_lanes.shape[0], k.shape[1], q.shape[0]
-    qs, ks, vs = (_split(x, blocks, kv_heads) for x in (q, k, v))
-    until = visible_until.reshape(blocks, -1)
-
-    def step(carry, pair):
+    def visit(carry, step):
         out, top, total = carry
-        a, b, live = pair
-        s = _scores(_take(qs, a), _take(ks, b), _mask(a, b, _take(until, b), live))
+        a, b = step.chunk + step.query, step.chunk + step.key
+        scores = _dot(_take(q, a), _take(k, b), (2, 2)) * scale
+        scores = jnp.where(_mask(step, until, rows, transposed=False), scores, MASKED)
         old = _take(top, a)
-        new = jnp.maximum(old, s.max(-1))
-        p = jnp.exp(s - new[..., None])
-        keep = jnp.exp(old - new)
-        o = _take(out, a) * keep[..., None] + _dot(p.astype(q.dtype), _take(vs, b), (2, 1))
-        return (_put(out, o, a), _put(top, new, a), _put(total, _take(total, a) * keep + p.sum(-1), a)), None
+        new = jnp.maximum(old, scores.max(axis=2))
+        p, keep = jnp.exp(scores - new[..., None]), jnp.exp(old - new)
+        out = _put(out, _take(out, a) * keep[..., None] + _dot(p.astype(q.dtype), _take(v, b), (2, 1)), a)
+        total = _put(total, _take(total, a) * keep + p.sum(axis=2), a)
+        return (out, _put(top, new, a), total), None
 
-    rows = jnp.zeros(qs.shape[:3], jnp.float32)
-    start = _varying((q, k, v, visible_until, tables), (jnp.zeros(qs.shape, jnp.float32), rows + MASKED, rows))
-    (out, top, total), _ = lax.scan(step, start, _steps(tables))
-    # The remat policy "matmuls" (model/qwen3.py) keeps what has this name, so that the backward pass finds both.
-    out = checkpoint_name(_join(out / total[..., None], n).astype(q.dtype), "attention")
-    lse = checkpoint_name(top + jnp.log(total), "attention")
-    return out, (q, k, v, visible_until, tables, out, lse)
+    zeros = jnp.zeros(q.shape[:3], jnp.float32)
+    start = _vary_as((q, k, v, until, tables), (jnp.zeros(q.shape, jnp.float32), zeros + MASKED, zeros))
+    (out, top, total), _ = lax.scan(visit, start, _steps(tables, q.shape[0] // until.shape[0]))
+    out = checkpoint_name((out / total[..., None]).astype(q.dtype), "attention")
+    return out, (q, k, v, until, tables, out, checkpoint_name(top + jnp.log(total), "attention"))
 
 
-def _backward(saved, cotangent):
-    q, k, v, visible_until, tables, out, lse = saved
-    blocks, kv_heads, n = tables.query_lanes.shape[0], k.shape[1], q.shape[0]
-    qs, ks, vs, dos = (_split(x, blocks, kv_heads) for x in (q, k, v, cotangent.astype(q.dtype)))
-    until = visible_until.reshape(blocks, -1)
-    # sum_j p_ij dp_ij = do_i . o_i, so the softmax's own gradient needs no second pass
-    delta = _split((cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)[..., None], blocks, kv_heads)
-    scale = q.shape[-1] ** -0.5
+def _backward(saved: tuple, cotangent: Array) -> tuple[Array | None, ...]:
+    """Scores are kept transposed, [keys, queries]: then four of the five matmuls read both inputs along their rows."""
+    q, k, v, until, tables, out, lse = saved
+    (_, heads, rows, d), size, scale = q.shape, k.shape[2], q.shape[3] ** -0.5
+    # The gradient of softmax subtracts sum_j p_ij dp_ij, which is do_i . o_i: no second pass over the row is needed.
+    delta = (cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=3)
 
-    def step(carry, pair):
+    def visit(carry, step):
         dq, dk, dv = carry
-        a, b, live = pair
-        qa, kb, do = _take(qs, a), _take(ks, b), _take(dos, a)
-        p = jnp.exp(_scores(qa, kb, _mask(a, b, _take(until, b), live)) - _take(lse, a)[..., None])
-        ds = (p * (_dot(do, _take(vs, b), (2, 2)) - _take(delta, a)) * scale).astype(q.dtype)
-        dv = _add(dv, _dot(p.astype(q.dtype), do, (1, 1)), b)
-        return (_add(dq, _dot(ds, kb, (2, 1)), a), _add(dk, _dot(ds, qa, (1, 1)), b), dv), None
+        a, b = step.chunk + step.query, step.chunk + step.key
+        queries, keys, do = _take(q, a), _take(k, b), _take(cotangent, a)
+        scores = _dot(keys, queries, (2, 2)) * scale - _take(lse, a)[:, None]
+        p = jnp.exp(jnp.where(_mask(step, until, rows, transposed=True), scores, MASKED))
+        ds = (p * (_dot(_take(v, b), do, (2, 2)) - _take(delta, a)[:, None])).astype(q.dtype)
+        dv = _put(dv, _take(dv, b) + _dot(p.astype(q.dtype), do, (2, 1)), b)
+        dk = _put(dk, _take(dk, b) + _dot(ds, queries, (2, 1)), b)
+        # ds^T k as (k^T ds)^T: on CPU twice as fast. The reshape keeps XLA from undoing it.
+        dq_a = _dot(keys.transpose(0, 2, 1), ds, (2, 1)).reshape(heads, d, size, -1).transpose(0, 2, 3, 1)
+        return (_put(dq, _take(dq, a) + dq_a.reshape(heads, rows, d), a), dk, dv), None
 
-    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (qs, ks, vs))
-    start = _varying((saved, cotangent), tuple(zeros))
-    grads, _ = lax.scan(step, start, _steps(tables))
-    return *(_match(_join(g, n), x) for g, x in zip(grads, (q, k, v), strict=True)), None, None
-
-
-def _match(grad: Array, primal: Array) -> Array:
-    """The cotangent in the primal's dtype, summed over the mesh axes over which the primal does not vary."""
-    axes = _axes(grad) - _axes(primal)
-    return lax.psum(grad, tuple(axes)).astype(primal.dtype) if axes else grad.astype(primal.dtype)
+    start = _vary_as((saved, cotangent), tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
+    (dq, dk, dv), _ = lax.scan(visit, start, _steps(tables, q.shape[0] // until.shape[0]))
+    return _cotangent(dq * scale, q), _cotangent(dk * scale, k), _cotangent(dv, v), None, None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _axes(tree: Any) -> frozenset[str]:
+    """The mesh axes over which any leaf varies (inside `shard_map`, else none)."""
+    return frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(tree)))
+
+
+def _vary_as(like: Any, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """A scan's carry must vary from its start over the axes over which what it is computed from varies."""
+    axes = _axes(like)
+    return tuple(lax.pcast(x, tuple(axes - _axes(x)), to="varying") for x in arrays)
+
+
+def _cotangent(grad: Array, primal: Array) -> Array:
+    """In the dtype of the primal, summed over the mesh axes over which the primal is the same everywhere."""
+    axes = tuple(sorted(_axes(grad) - _axes(primal)))
+    return (lax.psum(grad, axes) if axes else grad).astype(primal.dtype)

@@ -1,9 +1,9 @@
 """Which blocks of a token row have to meet in attention: the tables that the device program walks through.
 
 A row of `N` tokens is cut into blocks of `block_size`. Token `j` is seen by the tokens `i` with
-`j <= i < visible_until[j]` (DESIGN.md section 1), so query block `a` has to meet key block `b <= a` exactly when some token
-of `b` is still visible at the first token of `a`. Every block meets itself; the other pairs are listed here, one **lane**
-each, in order of the query block.
+`j <= i < visible_until[j]` (DESIGN.md section 1), so query block `a` has to meet key block `b <= a` exactly when some
+token of `b` is still visible at the first token of `a`. Every block meets itself; the other pairs are listed here, one
+**lane** each, in the order of the query blocks.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ DEFAULT_BLOCK_SIZE = 128
 class BlockTables(NamedTuple):
     """The block pairs of one row (every field has a leading axis of devices in a batch). All int32.
 
-    Lane `l < query_lanes.sum()` lets query block `lane_query[l]` see key block `lane_key[l] < lane_query[l]`. Later lanes
-    are padding: they are masked by that count, whatever they hold. The shapes depend on (N, block size, lanes) only.
+    Lane `l < query_lanes.sum()` lets query block `lane_query[l]` see key block `lane_key[l] < lane_query[l]`. Later
+    lanes are padding, masked by that count, whatever they hold. The shapes depend on (N, block size, lanes) only.
     """
 
     lane_query: Int[np.ndarray, "*devices lanes"]
@@ -50,8 +50,8 @@ def block_tables(
 ) -> BlockTables:
     """The tables of a row, padded to `lanes` (default: as many as it needs).
 
-    Raises ValueError if N is not a multiple of `block_size`, if an entry of `visible_until` lies outside its row, or if the
-    row needs more than `lanes`.
+    Raises ValueError if N is not a multiple of `block_size`, if an entry of `visible_until` lies outside its row, or if
+    the row needs more than `lanes`.
     """
     last = _last_query_block(visible_until, block_size)
     key = np.arange(last.size)
