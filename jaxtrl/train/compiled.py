@@ -39,7 +39,7 @@ class Programs:
     @property
     def seconds(self) -> float:
         """Seconds spent in tracing, lowering and compiling, or in loading from the persistent cache."""
-        return sum(program.seconds for program in self.compiled)
+        return sum((program.seconds for program in self.compiled), 0.0)
 
     @property
     def from_cache(self) -> int:

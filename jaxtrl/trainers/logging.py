@@ -30,6 +30,13 @@ class MetricsFile:
         self._file.close()
 
 
+def append_metrics(path: str | Path, metrics: Metrics, step: int) -> None:
+    """One line outside of a run."""
+    file = MetricsFile(path)
+    file.log(metrics, step)
+    file.close()
+
+
 def trim_metrics(path: str | Path, resume_step: int | None) -> None:
     """Make `metrics.jsonl` ready for a run that is about to start or to go on.
 
@@ -179,6 +186,8 @@ class Display:
         evaluated = [name for name in metrics if name.startswith("eval_")]
         shown = [name for name in (evaluated or self.SHOWN) if name in metrics]
         words = [f"{_short(name)} {_number(metrics[name])}" for name in shown]
+        if metrics.get("skipped_steps"):
+            words.append(f"skipped steps {metrics['skipped_steps']}")
         if seconds_left is not None and self._progress is None:
             words.append(f"left {_clock(seconds_left)}")
         if words:

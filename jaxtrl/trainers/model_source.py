@@ -14,6 +14,8 @@ from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.hf import load_params, resolve_model
 from jaxtrl.model.qwen3 import Qwen3, model_params
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
 
 class FoundModel(NamedTuple):
     """A model whose weights are not read yet: the data is checked first."""
@@ -41,6 +43,8 @@ def load_tokenizer(source: Path | None, trust_remote_code: bool = False) -> PreT
     """The tokenizer that lies beside a model."""
     if source is None:
         raise ValueError("processing_class is missing: a Qwen3 instance has no tokenizer of its own, pass one.")
+    if not any((source / name).is_file() for name in TOKENIZER_FILES):  # Transformers would make an empty tokenizer
+        raise ValueError(f"{source} has no tokenizer: it needs tokenizer.json, or pass processing_class.")
     from transformers import AutoTokenizer  # here: importing it imports torch where that is installed
 
     try:

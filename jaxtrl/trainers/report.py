@@ -11,11 +11,10 @@ from jaxtrl.hardware.devices import describe_devices
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.rows.batch import Sample
-from jaxtrl.rows.order import BatchSizes
 from jaxtrl.rows.tokenize import TokenizeReport, show_example
 from jaxtrl.train.compiled import Program, Programs
-from jaxtrl.trainers.callbacks import TrainerState
 from jaxtrl.trainers.data import Batches
+from jaxtrl.trainers.extent import Extent
 from jaxtrl.trainers.sft_config import SFTConfig
 
 MAX_EXAMPLE_TOKENS = 200
@@ -25,11 +24,11 @@ def introduction(
     config: Qwen3Config,
     args: SFTConfig,
     dtype: np.dtype,
-    sizes: BatchSizes,
-    state: TrainerState,
+    extent: Extent,
     data: dict[str, tuple[TokenizeReport, Batches]],
 ) -> str:
     """Aligned `name  value` lines: model, devices, data, shapes, steps."""
+    sizes = extent.sizes
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(config)))
     head = "tied head" if config.tie_word_embeddings else "own head"
     lines = {
@@ -45,8 +44,8 @@ def introduction(
         f", {shape}" for shape in shapes.classes
     )
     lines["steps"] = (
-        f"{state.max_steps:,} of {sizes.rows_per_step} rows ({sizes.per_device} a device, {sizes.devices} devices, "
-        f"{sizes.accumulation} micro-batches), {state.num_train_epochs} epochs"
+        f"{extent.steps:,} of {sizes.rows_per_step} rows ({sizes.per_device} a device, {sizes.devices} devices, "
+        f"{sizes.accumulation} micro-batches), {extent.epochs} epochs"
     )
     lines["output"] = str(args.output_dir)
     width = max(map(len, lines))

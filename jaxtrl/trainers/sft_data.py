@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.batch import Sample
-from jaxtrl.rows.order import epoch_order
+from jaxtrl.rows.order import BatchSizes, epoch_order
 from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, TokenizeReport, tokenize_dataset
-from jaxtrl.trainers.data import Lines, Packing, StreamLines
+from jaxtrl.trainers.data import Batches, Lines, Packing, StreamLines
 from jaxtrl.trainers.sft_config import SFTConfig
 
 SHUFFLE_ONCE = 2**63  # the epoch number whose order `shuffle_dataset` uses: no epoch of training reaches it
@@ -53,7 +54,7 @@ def prepare_data(
     if packed:
         assert args.max_length is not None  # SFTConfig has checked it
         packing = Packing(args.packing_strategy, args.max_length)
-    seed = args.seed if args.data_seed is None else args.data_seed
+    seed = data_seed(args)
     if isinstance(tokenized, IterableDataset):
         if shuffled:
             tokenized = tokenized.shuffle(seed=seed, buffer_size=STREAM_BUFFER)
@@ -63,3 +64,25 @@ def prepare_data(
         tokenized = tokenized.select(epoch_order(seed, SHUFFLE_ONCE, len(tokenized)))
     lines = Lines(tokenized, packing)
     return PreparedData(lines, report, lines.load([0])[0][0])
+
+
+def data_seed(args: SFTConfig) -> int:
+    """The seed of the order of the data."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def run_facts(args: SFTConfig, batches: Batches, sizes: BatchSizes, dtype: Any, config: Qwen3Config) -> dict[str, Any]:
+    """What decides batches and programs, and so must not change between saving and resuming (JSON values)."""
+    return {
+        "per_device_train_batch_size": sizes.per_device,
+        "the number of devices": sizes.devices,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "the number of rows": batches.lines.count,
+        "the data (checksum of lengths)": batches.lines.fingerprint,
+        "the order's seed": data_seed(args),
+        "train_sampling_strategy": args.train_sampling_strategy,
+        "the shape set": batches.shapes.to_json(),
+        "the compute dtype": str(dtype),
+        "loss_type": args.loss_type,
+        "the model's config": config.to_dict(),
+    }

@@ -28,13 +28,14 @@ from jaxtrl.trainers import report, saving
 from jaxtrl.trainers.callbacks import Callbacks, TrainerControl, TrainerState
 from jaxtrl.trainers.data import Batches, MicroBatch
 from jaxtrl.trainers.evaluation import EvalPrediction, evaluate
-from jaxtrl.trainers.logging import Display, check_trackers
+from jaxtrl.trainers.extent import Extent
+from jaxtrl.trainers.logging import Display, append_metrics, check_trackers
 from jaxtrl.trainers.meter import Clock, Meter
 from jaxtrl.trainers.model_source import find_model, load_tokenizer
 from jaxtrl.trainers.prefetch import prefetch
 from jaxtrl.trainers.run import Run
 from jaxtrl.trainers.sft_config import SFTConfig
-from jaxtrl.trainers.sft_data import PreparedData, prepare_data
+from jaxtrl.trainers.sft_data import PreparedData, data_seed, prepare_data, run_facts
 from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
 
 
@@ -99,8 +100,8 @@ class SFTTrainer:
         evals = {f"eval_{name}".rstrip("_"): data for name, data in named.items()}
         for name, dataset in {"train": train_dataset, **evals}.items():
             if dataset is not None:
-                self._prepare(name, dataset)
-        if args.eval_strategy != "no" and not self._eval_names():
+                self._data[name], self._batches[name] = self._prepare(name, dataset)
+        if args.eval_strategy != "no" and not self._data.keys() - {"train"}:
             raise ValueError("eval_dataset is missing: eval_strategy is set, so give data to evaluate on.")
 
         self._model = model if isinstance(model, Qwen3) else None
@@ -126,10 +127,11 @@ class SFTTrainer:
         model, optimizer, dtype, shape set or data raises CheckpointError.
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        position, start = self._begin(resume), time.perf_counter()
+        position = self._begin(resume)
+        start, first = time.perf_counter(), self.state.global_step
         try:
             self._train_loop(position)
-            return self._finish(time.perf_counter() - start)
+            return self._finish(time.perf_counter() - start, self.state.global_step - first)
         finally:
             self._end()
 
@@ -144,7 +146,8 @@ class SFTTrainer:
             epoch, control.should_epoch_stop = position.epoch, False
             self._call("on_epoch_begin")
             # The next batches are built in a thread while the device computes; their order is that of the data.
-            upcoming = prefetch(batches.epoch_steps(self._sizes, position, self._data_seed, self._shuffled))
+            shuffled = self.args.train_sampling_strategy == "random"
+            upcoming = prefetch(batches.epoch_steps(self._extent.sizes, position, data_seed(self.args), shuffled))
             with closing(upcoming):
                 for micro_batches, position in upcoming:
                     control.new_step()
@@ -153,7 +156,7 @@ class SFTTrainer:
                     self._train_state, metrics = self.steps.train(self._train_state, micro_batches)
                     meter.add(metrics, micro_batches, self._count_flops(micro_batches))
                     state.global_step += 1
-                    state.epoch = self._epoch_at(position)
+                    state.epoch = self._extent.epoch_at(position)
                     self.display.step(state.global_step)
 
                     self._call("on_step_end")
@@ -175,8 +178,9 @@ class SFTTrainer:
         if "train" not in self._batches:
             raise ValueError("train_dataset is missing: pass the data to train on.")
         args, batches, folder = self.args, self._batches["train"], Path(str(self.args.output_dir))
-        self._sizes = BatchSizes(batches.per_device, row_count(self.mesh), args.gradient_accumulation_steps)
-        total = self._sizes.total_steps(batches.lines.count, args.num_train_epochs, args.max_steps)
+        sizes = BatchSizes(batches.per_device, row_count(self.mesh), args.gradient_accumulation_steps)
+        total = sizes.total_steps(batches.lines.count, args.num_train_epochs, args.max_steps)
+        self._extent = Extent(sizes, batches.lines.count, total)
         optimizer, self._learning_rate = self._optimizers
         if optimizer is None:
             optimizer, self._learning_rate = make_adamw(args, total)
@@ -197,15 +201,15 @@ class SFTTrainer:
         if self._model is not None:
             nnx.update(self._model, self.params)  # frees the arrays that the state is a copy of
         self.state.compute_steps(args, total)
-        self.state.max_steps, self.state.num_train_epochs = total, self._epochs(total)
+        self.state.max_steps, self.state.num_train_epochs = total, self._extent.epochs
         run_id, step = (None, None) if resumed is None else (resumed.run_id, self.state.global_step)
         self._run = Run(folder, args, run_id, step, saving.companion_files(self.config, self.processing_class))
         self._introduce(resume, path)
         self.display.start(total, self.state.global_step)
         return position
 
-    def _finish(self, seconds: float) -> TrainOutput:
-        """Best parameters where asked for, the final model, the summary."""
+    def _finish(self, seconds: float, steps: int) -> TrainOutput:
+        """Best parameters where asked for, the final model, the summary of `steps` steps in `seconds`."""
         assert self._run is not None
         self._run.checkpoints.wait()
         best = self.state.best_model_checkpoint
@@ -213,7 +217,6 @@ class SFTTrainer:
             self.display.say(f"loading the best checkpoint {best} ({self.state.best_metric:.4g})")
             self._train_state = None
             self._train_state = restore(best, self.steps.abstract_state())
-        steps = self.state.global_step
         logs: dict[str, float | int] = {
             "train_runtime": seconds,
             "train_steps_per_second": steps / seconds,
@@ -227,7 +230,10 @@ class SFTTrainer:
         if self.args.save_strategy != "no":
             self.save_model()
         self.display.say(report.summary(logs, steps, self.programs, self._run.folder))
-        return TrainOutput(steps, float(logs["train_loss"]), dict(logs))
+        for name, data in self._data.items():
+            if data.lines.count is None:
+                self.display.say(f"{name} data read: {data.report.summary()}")
+        return TrainOutput(self.state.global_step, float(logs["train_loss"]), dict(logs))
 
     def _end(self) -> None:
         """However training ended: complete what is being written, and give the parameters to the model."""
@@ -240,15 +246,16 @@ class SFTTrainer:
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float | int]:
         """Metrics of the evaluation data (or of `eval_dataset`), a token mean over all of it; logged too."""
+        chosen = {name: batches for name, batches in self._batches.items() if name != "train"}
         if eval_dataset is not None:
-            self._prepare("eval", eval_dataset)
-        if not self._eval_names():
+            chosen = {"eval": self._prepare("eval", eval_dataset)[1]}
+        if not chosen:
             raise ValueError("eval_dataset is missing: pass data to evaluate on.")
         params = self.steps.place(self.params)
         metrics: dict[str, float | int] = {}
-        for name in self._eval_names():
+        for name, batches in chosen.items():
             result = evaluate(
-                self._batches[name].in_order(row_count(self.mesh)),
+                batches.in_order(row_count(self.mesh)),
                 lambda micro: self.steps.evaluate(params, micro),
                 (lambda micro: self.steps.score(params, micro)) if self.compute_metrics else None,
                 prefix := metric_key_prefix + name.removeprefix("eval"),
@@ -276,9 +283,6 @@ class SFTTrainer:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.control.should_save |= self.args.save_strategy == "best"
 
-    def _eval_names(self) -> list[str]:
-        return [name for name in self._batches if name != "train"]
-
     # Logging and saving
 
     def log(self, logs: Mapping[str, float | int], seconds_left: float | None = None) -> None:
@@ -289,6 +293,8 @@ class SFTTrainer:
         self.display.log(logs, step, seconds_left)
         if self._run is not None:
             self._run.log(logs, step)
+        else:  # an evaluation outside of training
+            append_metrics(Path(str(self.args.output_dir)) / "metrics.jsonl", logs, step)
         self._call("on_log", logs=logs)
 
     def _log_training(self) -> None:
@@ -316,6 +322,10 @@ class SFTTrainer:
             writer.save(state.global_step, self._train_state, metadata, keep)
         self._call("on_save")
 
+    def add_callback(self, callback: Any) -> None:
+        """One more callback, a class or an object."""
+        self.callbacks.callbacks.append(callback() if isinstance(callback, type) else callback)
+
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model in Hugging Face format, with its tokenizer, to `output_dir` (default: that of the run)."""
         folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
@@ -339,11 +349,11 @@ class SFTTrainer:
             nnx.update(self._model, self.params)
         return self._model
 
-    def _prepare(self, name: str, dataset: Any) -> None:
+    def _prepare(self, name: str, dataset: Any) -> tuple[PreparedData, Batches]:
         """Tokenise, pack and choose shapes for the data set called "train", "eval" or "eval_NAME"."""
         args, train = self.args, name == "train"
         packed = args.packing if train or args.eval_packing is None else args.eval_packing
-        self._data[name] = prepare_data(
+        data = prepare_data(
             dataset,
             self.processing_class,
             args,
@@ -354,47 +364,10 @@ class SFTTrainer:
         )
         per_device = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
         assert args.pad_to_multiple_of is not None  # SFTConfig makes it "none"
-        self._batches[name] = Batches(self._data[name].lines, per_device, args.pad_to_multiple_of)
-
-    @property
-    def _data_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
-    @property
-    def _shuffled(self) -> bool:
-        return self.args.train_sampling_strategy == "random"
+        return data, Batches(data.lines, per_device, args.pad_to_multiple_of)
 
     def _facts(self) -> dict[str, Any]:
-        """What decides batches and programs, and so must not change between saving and resuming."""
-        batches = self._batches["train"]
-        return {
-            "per_device_train_batch_size": batches.per_device,
-            "the number of devices": row_count(self.mesh),
-            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
-            "the number of rows": batches.lines.count,
-            "the data (checksum of lengths)": batches.lines.fingerprint,
-            "the order's seed": self._data_seed,
-            "train_sampling_strategy": self.args.train_sampling_strategy,
-            "the shape set": batches.shapes.to_json(),
-            "the compute dtype": str(self.steps.dtype),
-            "loss_type": self.args.loss_type,
-            "the model's config": self.config.to_dict(),
-        }
-
-    def _micro_batches_per_epoch(self) -> int:
-        """Of a stream, whose length is unknown, the whole run counts as one epoch (as in Transformers)."""
-        count, sizes = self._batches["train"].lines.count, self._sizes
-        if count is None:
-            return self.state.max_steps * sizes.accumulation
-        return -(-count // (sizes.per_device * sizes.devices))
-
-    def _epoch_at(self, position: DataPosition) -> float:
-        done = -(-position.offset // (self._sizes.per_device * self._sizes.devices))
-        return position.epoch + done / self._micro_batches_per_epoch()
-
-    def _epochs(self, total_steps: int) -> int:
-        count = self._batches["train"].lines.count
-        return 1 if count is None else -(-total_steps // self._sizes.steps_per_epoch(count))
+        return run_facts(self.args, self._batches["train"], self._extent.sizes, self.steps.dtype, self.config)
 
     def _peak_flops(self) -> float | None:
         peak = peak_flops(jax.devices()[0], str(self.steps.dtype))
@@ -408,7 +381,7 @@ class SFTTrainer:
     def _introduce(self, resume: bool | str | Path | None, path: Path | None) -> None:
         """Say what is going to be trained on what, with one example."""
         data = {name: (data.report, self._batches[name]) for name, data in self._data.items()}
-        self.display.say(report.introduction(self.config, self.args, self.steps.dtype, self._sizes, self.state, data))
+        self.display.say(report.introduction(self.config, self.args, self.steps.dtype, self._extent, data))
         example = self._data["train"].example
         if example is not None:
             self.display.say("example (trained tokens are marked):")
