@@ -7,8 +7,9 @@ pairs once more and recomputes the probabilities from the saved log-sum-exp. Mem
 contiguous slice, and a pair that is not listed is never computed.
 
 Inside, arrays are cut into blocks `[C, S, R, d]`: `C` (chunk of key/value heads, block of the row), `S` heads of that
-chunk, `R` tokens of the block (keys, values) or tokens x query heads per key/value head, so that the query heads that
-share a key are further rows of one matmul and K and V are never repeated.
+chunk (no such axis for one head: XLA's CPU reductions are slow over an axis of size 1), `R` tokens of the block (keys,
+values) or tokens x query heads per key/value head, so that the query heads that share a key are further rows of one
+matmul and K and V are never repeated.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ def attend(
 
     def split(x: Array) -> Array:
         x = x.reshape(blocks, n // blocks, kv_heads // together, together, -1)
-        return x.transpose(2, 0, 3, 1, 4).reshape(-1, together, n // blocks * (x.shape[-1] // d), d)
+        chunk = () if together == 1 else (together,)
+        return x.transpose(2, 0, 3, 1, 4).reshape(-1, *chunk, n // blocks * (x.shape[-1] // d), d)
 
     out = _attend(split(q), split(k), split(v), visible_until.reshape(blocks, -1), tables)
     out = out.reshape(kv_heads // together, blocks, together, n // blocks, -1)
@@ -112,56 +114,60 @@ def _put(x: Array, value: Array, block: Array) -> Array:
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Matmul for each head of a chunk (axis 0), accumulated in float32."""
-    dimensions = (((contract[0],), (contract[1],)), ((0,), (0,)))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    """Matmul over the last two axes, for each head of a chunk where there is such an axis, accumulated in float32."""
+    heads = tuple(range(a.ndim - 2))
+    axes = ((contract[0] % a.ndim,), (contract[1] % b.ndim,))
+    return lax.dot_general(a, b, (axes, (heads, heads)), preferred_element_type=jnp.float32)
 
 
 def _forward(q: Array, k: Array, v: Array, until: Array, tables: BlockTables) -> tuple[Array, tuple]:
-    rows, scale = q.shape[2], q.shape[3] ** -0.5
+    rows, scale = q.shape[-2], q.shape[-1] ** -0.5
 
     def visit(carry, step):
         out, top, total = carry
         a, b = step.chunk + step.query, step.chunk + step.key
-        scores = _dot(_take(q, a), _take(k, b), (2, 2)) * scale
+        scores = _dot(_take(q, a), _take(k, b), (-1, -1)) * scale
         scores = jnp.where(_mask(step, until, rows, transposed=False), scores, MASKED)
-        old = _take(top, a)
-        new = jnp.maximum(old, scores.max(axis=2))
-        p, keep = jnp.exp(scores - new[..., None]), jnp.exp(old - new)
-        out = _put(out, _take(out, a) * keep[..., None] + _dot(p.astype(q.dtype), _take(v, b), (2, 1)), a)
-        total = _put(total, _take(total, a) * keep + p.sum(axis=2), a)
-        return (out, _put(top, new, a), total), None
+        old_top, old_total = _take(top, a), _take(total, a)
+        new_top = jnp.maximum(old_top, scores.max(axis=-1))
+        p, kept = jnp.exp(scores - new_top[..., None]), old_total * jnp.exp(old_top - new_top)
+        new_total = kept + p.sum(axis=-1)
+        # `out` is normalised at every step: that is one pass over it less than once at the end. Where nothing new is
+        # visible the factors are exactly 1 and 0, so that no bit of the row depends on visits that show it nothing.
+        new = _dot(p.astype(q.dtype), _take(v, b), (-1, -2)) * (1 / new_total)[..., None]
+        out = _put(out, _take(out, a) * (kept / new_total)[..., None] + new, a)
+        return (out, _put(top, new_top, a), _put(total, new_total, a)), None
 
-    zeros = jnp.zeros(q.shape[:3], jnp.float32)
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     start = _vary_as((q, k, v, until, tables), (jnp.zeros(q.shape, jnp.float32), zeros + MASKED, zeros))
     (out, top, total), _ = lax.scan(visit, start, _steps(tables, q.shape[0] // until.shape[0]))
-    out = checkpoint_name((out / total[..., None]).astype(q.dtype), "attention")
+    out = checkpoint_name(out.astype(q.dtype), "attention")
     return out, (q, k, v, until, tables, out, checkpoint_name(top + jnp.log(total), "attention"))
 
 
 def _backward(saved: tuple, cotangent: Array) -> tuple[Array | None, ...]:
-    """Scores are kept transposed, [keys, queries]: then four of the five matmuls read both inputs along their rows."""
+    """Scores are kept transposed, [keys, queries], and so is dq: then no matmul reads its left input down the columns,
+    for which XLA has no fast kernel on CPU."""
     q, k, v, until, tables, out, lse = saved
-    (_, heads, rows, d), size, scale = q.shape, k.shape[2], q.shape[3] ** -0.5
+    rows, scale = q.shape[-2], q.shape[-1] ** -0.5
     # The gradient of softmax subtracts sum_j p_ij dp_ij, which is do_i . o_i: no second pass over the row is needed.
-    delta = (cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=3)
+    delta = (cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def visit(carry, step):
         dq, dk, dv = carry
         a, b = step.chunk + step.query, step.chunk + step.key
         queries, keys, do = _take(q, a), _take(k, b), _take(cotangent, a)
-        scores = _dot(keys, queries, (2, 2)) * scale - _take(lse, a)[:, None]
+        scores = _dot(keys, queries, (-1, -1)) * scale - _take(lse, a)[..., None, :]
         p = jnp.exp(jnp.where(_mask(step, until, rows, transposed=True), scores, MASKED))
-        ds = (p * (_dot(_take(v, b), do, (2, 2)) - _take(delta, a)[:, None])).astype(q.dtype)
-        dv = _put(dv, _take(dv, b) + _dot(p.astype(q.dtype), do, (2, 1)), b)
-        dk = _put(dk, _take(dk, b) + _dot(ds, queries, (2, 1)), b)
-        # ds^T k as (k^T ds)^T: on CPU twice as fast. The reshape keeps XLA from undoing it.
-        dq_a = _dot(keys.transpose(0, 2, 1), ds, (2, 1)).reshape(heads, d, size, -1).transpose(0, 2, 3, 1)
-        return (_put(dq, _take(dq, a) + dq_a.reshape(heads, rows, d), a), dk, dv), None
+        ds = (p * (_dot(_take(v, b), do, (-1, -1)) - _take(delta, a)[..., None, :])).astype(q.dtype)
+        dv = _put(dv, _take(dv, b) + _dot(p.astype(q.dtype), do, (-1, -2)), b)
+        dk = _put(dk, _take(dk, b) + _dot(ds, queries, (-1, -2)), b)
+        dq = _put(dq, _take(dq, a) + _dot(keys.mT, ds, (-1, -2)), a)
+        return (dq, dk, dv), None
 
-    start = _vary_as((saved, cotangent), tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
+    start = _vary_as((saved, cotangent), tuple(jnp.zeros(x.shape, jnp.float32) for x in (q.mT, k, v)))
     (dq, dk, dv), _ = lax.scan(visit, start, _steps(tables, q.shape[0] // until.shape[0]))
-    return _cotangent(dq * scale, q), _cotangent(dk * scale, k), _cotangent(dv, v), None, None
+    return _cotangent(dq.mT * scale, q), _cotangent(dk * scale, k), _cotangent(dv, v), None, None
 
 
 _attend.defvjp(_forward, _backward)
