@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxtrl.train.mesh import vary, varying_axes
 
 MAX_CHUNK = 1024  # slots; the kept [vocabulary, chunk] buffer is the largest array of a step
-BLOCK_ENTRIES = 2**20  # of a block of logits; measured on a CPU with 1 MiB of L2 cache per core
+BLOCK_ENTRIES = 2**19  # of a block of logits; measured on a CPU with 1 MiB of L2 cache per core
 LOWEST = -1e30  # finite stand-in for minus infinity
 
 
