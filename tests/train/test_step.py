@@ -73,8 +73,7 @@ def test_label_mask(params):
     assert metrics["num_terms"] == 2
 
 
-@pytest.mark.parametrize("unroll", [1, 2])
-@pytest.mark.parametrize("remat", ["full", "matmuls"])
+@pytest.mark.parametrize(("remat", "unroll"), [("matmuls", 1), ("full", 2)])
 def test_whole_sequence(params, remat, unroll):
     state, metrics = run(params, [batch(concat_rows([sample(R2, 7)]))], remat=remat, unroll=unroll)
     assert metrics["loss"] == pytest.approx(np.mean(R2_NLL), abs=1e-4)
@@ -117,8 +116,7 @@ def test_one_normaliser(params, one_batch, name):
         assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("loss_type", "dtype"), [("nll", "float32"), ("dft", "bfloat16")])
 def test_devices_equal_one_device(params, loss_type, dtype):
     rows = [BOTH, A, B, concat_rows([sample(R2, 3)])]
     options = {"optimizer": ADAMW, "loss_type": loss_type, "dtype": jnp.dtype(dtype)}
@@ -154,7 +152,7 @@ def test_packed_row_isolates_documents(params):
     assert metrics["loss"] == pytest.approx(4.731445, abs=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_no_trained_token(params, optimizer):
     """Cases C09(d) and C14: a row that is all padding gives zero loss and gradient."""
     state, metrics = run(params, [batch(EMPTY)], optimizer=optimizer)
@@ -185,8 +183,9 @@ def test_unused_slots_do_not_matter(params, one_batch):
     assert_close(state.params, one_batch[0].params, rtol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW, OPTAX], ids=["sgd", "adamw", "optax adamw"])
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "accumulate"), [(ADAMW, False), (ADAMW, True), (OPTAX, False)], ids=["adamw", "accumulated", "optax"]
+)
 def test_step_that_is_not_finite_is_skipped(params, optimizer, accumulate):
     step = shared_step(optimizer, None, donate=False)
     state, _ = step(TrainState.create(params, optimizer), batch(BOTH))
