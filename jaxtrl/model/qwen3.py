@@ -9,23 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxtrl.model.attention import attend
 from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.remat import REMAT_POLICIES, keep
 from jaxtrl.model.rope import rope_tables, rotate
 from jaxtrl.rows.blocks import BlockTables
-
-# What a layer keeps for its backward pass besides its input. "projection" names the outputs of the matmuls below,
-# "attention" (named inside attend's own VJP) its output and log-sum-exp; so "matmuls" recomputes elementwise work only.
-# Names, not `dots_saveable`: that would keep the score blocks inside the attention as well.
-REMAT_POLICIES: dict[str, Callable[..., bool]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "matmuls": jax.checkpoint_policies.save_only_these_names("projection", "attention"),
-}
-
 
 Normal = Callable[[tuple[int, ...]], Array]  # draws the initial weights of a shape
 
@@ -71,13 +62,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "n d"], cos: Array, sin: Array, attention: Callable) -> Float[Array, "n d"]:
         q, k, v = (
-            checkpoint_name(project(x), "projection").reshape(x.shape[0], -1, self.head_dim)
+            keep(project(x), "projection").reshape(x.shape[0], -1, self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         # Norm and rotation stay float32 together: one fused elementwise pass, rounded once.
         q = rotate(self.q_norm(q, jnp.float32), cos, sin).astype(x.dtype)
         k = rotate(self.k_norm(k, jnp.float32), cos, sin).astype(x.dtype)
-        return checkpoint_name(self.o_proj(attention(q, k, v).reshape(x.shape[0], -1)), "projection")
+        return keep(self.o_proj(attention(q, k, v).reshape(x.shape[0], -1)), "projection")
 
 
 class MLP(nnx.Module):
@@ -90,8 +81,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear((layers, inner, hidden), False, normal)
 
     def __call__(self, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
-        gate = checkpoint_name(self.gate_proj(x), "projection")
-        up = checkpoint_name(self.up_proj(x), "projection")
+        gate = keep(self.gate_proj(x), "projection")
+        up = keep(self.up_proj(x), "projection")
         return self.down_proj(nnx.silu(gate) * up)
 
 

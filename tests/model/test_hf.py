@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxtrl.model.config import Qwen3Config
@@ -21,7 +22,7 @@ from jaxtrl.model.hf import (
     resolve_model,
     save_pretrained,
 )
-from jaxtrl.model.qwen3 import init_params, model_params
+from jaxtrl.model.qwen3 import init_params, model_graphdef, model_params
 from jaxtrl.model.tensor_files import open_tensors
 from jaxtrl.rows.blocks import block_tables
 from tests import fixture_t
@@ -289,3 +290,33 @@ def test_transformers_loads_what_is_saved_and_the_reverse(tmp_path, config, shar
     config_again, params_again = load_params(tmp_path / "theirs")
     assert config_again == config
     jax.tree.map(np.testing.assert_array_equal, params_again, params)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("config", [CONFIG, UNTIED])
+def test_c19_a_trained_model_gives_the_same_logits_in_transformers(tmp_path, config):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    params = params_from_hf(config, fixture_t.tensors(tie=config.tie_word_embeddings))
+    ids, until = np.array(fixture_t.R2, np.int32), np.full(8, 8, np.int32)
+    tables = block_tables(until, 8)
+
+    def logits(params):
+        model = nnx.merge(model_graphdef(config), params)
+        return model(ids, np.arange(8, dtype=np.int32), until, tables) @ model.head_weight().T
+
+    @jax.jit
+    def step(params):
+        gradient = jax.grad(lambda p: -jax.nn.log_softmax(logits(p))[np.arange(7), ids[1:]].mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+
+    trained = step(params)
+    save_pretrained((config, trained), tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tied = theirs.lm_head.weight.data_ptr() == theirs.model.embed_tokens.weight.data_ptr()
+    assert tied is config.tie_word_embeddings
+    expected = theirs(torch.tensor([fixture_t.R2])).logits[0].detach().numpy()
+    found = np.asarray(jax.jit(logits)(trained))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(found - np.asarray(logits(params))).max() > 0.1

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxtrl.hardware.neuron import lint
 from jaxtrl.model.attention import attend
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.hf import params_from_hf, params_to_hf
@@ -150,6 +151,17 @@ def test_remat_policies_recompute_what_they_say(params):
     assert count_matmuls(partial(both, remat="matmuls"), params) == layers * (7 + 14 + attention_both)
     recomputed = 6 + attention_forward
     assert count_matmuls(partial(both, remat="full"), params) == layers * (7 + 14 + attention_both + recomputed)
+
+
+@pytest.mark.parametrize("remat", ["full", "matmuls"])
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_gradients_use_no_operation_that_neuron_lacks(params, remat, unroll):
+    inputs = row(fixture_t.R2)
+
+    def loss(p):
+        return nnx.merge(model_graphdef(CONFIG), p)(*inputs, dtype=jnp.bfloat16, remat=remat, unroll=unroll).sum()
+
+    assert lint(jax.jit(jax.grad(loss)), params) == []
 
 
 def test_remat_and_unroll_change_nothing(params):
