@@ -12,16 +12,17 @@ values) or tokens x query heads per key/value head, so that the query heads that
 matmul and K and V are never repeated.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxtrl.rows.blocks import BlockTables
+from jaxtrl.model.remat import keep_residual
+from jaxtrl.rows.blocks import BlockTables, CountedTables
 
 MASKED = -1e30  # finite, so no NaN can arise; exp(MASKED - maximum) is exactly 0
 CACHED_SCORES = 2**17  # scores in one step on a CPU: as float32 they stay in a core's L2 cache
@@ -82,16 +83,21 @@ class _Step(NamedTuple):
     chunk: Array
 
 
-def _steps(tables: BlockTables, chunks: int) -> _Step:
-    """For each chunk of heads the diagonal pairs, then the lanes; padding lanes are dead whatever they hold."""
+def _visit_all(visit: Callable[[Any, _Step], Any], carry: Any, tables: BlockTables, chunks: int) -> Any:
+    """`visit` applied to the diagonal pairs, then to the lanes, for each chunk of heads; padding lanes are dead or left
+    out, whatever they hold."""
     blocks, lanes = tables.query_lanes.shape[0], tables.lane_query.shape[0]
-    diagonal = lax.iota(jnp.int32, blocks)
-    live = lax.iota(jnp.int32, lanes) < tables.query_lanes.sum()
+    diagonal, listed = lax.iota(jnp.int32, blocks), tables.query_lanes.sum()
+    live = lax.iota(jnp.int32, lanes) < listed
     query = jnp.concatenate([diagonal, jnp.where(live, tables.lane_query, 0)])
     key = jnp.concatenate([diagonal, jnp.where(live, tables.lane_key, 0)])
     live = jnp.concatenate([jnp.ones(blocks, bool), live])
-    chunk = np.repeat(np.arange(chunks, dtype=np.int32) * blocks, blocks + lanes)
-    return _Step(jnp.tile(query, chunks), jnp.tile(key, chunks), jnp.tile(live, chunks), jnp.asarray(chunk))
+    chunk = np.tile(np.arange(chunks, dtype=np.int32) * blocks, blocks + lanes)
+    steps = _Step(jnp.repeat(query, chunks), jnp.repeat(key, chunks), jnp.repeat(live, chunks), jnp.asarray(chunk))
+    if isinstance(tables, CountedTables):
+        count = (blocks + listed) * chunks
+        return lax.fori_loop(0, count, lambda i, carry: visit(carry, _Step(*(_take(x, i) for x in steps))), carry)
+    return lax.scan(lambda carry, step: (visit(carry, step), None), carry, steps)[0]
 
 
 def _mask(step: _Step, until: Array, rows: int, transposed: bool) -> Array:
@@ -136,13 +142,13 @@ def _forward(q: Array, k: Array, v: Array, until: Array, tables: BlockTables) ->
         # visible the factors are exactly 1 and 0, so that no bit of the row depends on visits that show it nothing.
         new = _dot(p.astype(q.dtype), _take(v, b), (-1, -2)) * (1 / new_total)[..., None]
         out = _put(out, _take(out, a) * (kept / new_total)[..., None] + new, a)
-        return (out, _put(top, new_top, a), _put(total, new_total, a)), None
+        return out, _put(top, new_top, a), _put(total, new_total, a)
 
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     start = _vary_as((q, k, v, until, tables), (jnp.zeros(q.shape, jnp.float32), zeros + MASKED, zeros))
-    (out, top, total), _ = lax.scan(visit, start, _steps(tables, q.shape[0] // until.shape[0]))
-    out = checkpoint_name(out.astype(q.dtype), "attention")
-    return out, (q, k, v, until, tables, out, checkpoint_name(top + jnp.log(total), "attention"))
+    out, top, total = _visit_all(visit, start, tables, q.shape[0] // until.shape[0])
+    out = keep_residual(out.astype(q.dtype), "attention")
+    return out, (q, k, v, until, tables, out, keep_residual(top + jnp.log(total), "attention"))
 
 
 def _backward(saved: tuple, cotangent: Array) -> tuple[Array | None, ...]:
@@ -163,10 +169,10 @@ def _backward(saved: tuple, cotangent: Array) -> tuple[Array | None, ...]:
         dv = _put(dv, _take(dv, b) + _dot(p.astype(q.dtype), do, (-1, -2)), b)
         dk = _put(dk, _take(dk, b) + _dot(ds, queries, (-1, -2)), b)
         dq = _put(dq, _take(dq, a) + _dot(keys.mT, ds, (-1, -2)), a)
-        return (dq, dk, dv), None
+        return dq, dk, dv
 
     start = _vary_as((saved, cotangent), tuple(jnp.zeros(x.shape, jnp.float32) for x in (q.mT, k, v)))
-    (dq, dk, dv), _ = lax.scan(visit, start, _steps(tables, q.shape[0] // until.shape[0]))
+    dq, dk, dv = _visit_all(visit, start, tables, q.shape[0] // until.shape[0])
     return _cotangent(dq.mT * scale, q), _cotangent(dk * scale, k), _cotangent(dv, v), None, None
 
 

@@ -26,6 +26,13 @@ class BlockTables(NamedTuple):
     query_lanes: Int[np.ndarray, "*devices blocks"]  # number of lanes of each query block
 
 
+class CountedTables(BlockTables):
+    """The same tables for a device that may end a loop early: there padding lanes cost nothing.
+
+    For CPUs. Neuron has no loop with a computed end, and a GPU would ask the host after every step.
+    """
+
+
 def _last_query_block(visible_until: Int[np.ndarray, "n"], block_size: int) -> Int[np.ndarray, "blocks"]:
     """The last query block that sees anything of each key block; raises ValueError on a row that is not valid."""
     n = visible_until.size
@@ -72,8 +79,9 @@ def block_tables(
 
 
 def visited_blocks(tables: BlockTables) -> int:
-    """Block pairs that the device computes (all devices), padding lanes and the diagonal included."""
-    return int(tables.lane_query.size + tables.query_lanes.size)
+    """Block pairs that the device computes (all devices): the diagonal and the lanes, with padding unless counted."""
+    lanes = tables.query_lanes.sum() if isinstance(tables, CountedTables) else tables.lane_query.size
+    return int(lanes + tables.query_lanes.size)
 
 
 def needed_blocks(visible_until: Int[np.ndarray, "n"], block_size: int = DEFAULT_BLOCK_SIZE) -> int:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrl.model import attention
 from jaxtrl.model.attention import attend
-from jaxtrl.rows.blocks import BlockTables, block_tables, count_lanes
+from jaxtrl.rows.blocks import BlockTables, CountedTables, block_tables, count_lanes
 from tests.visibility import causal, forests, intervals, packed, tree
 
 FEW = settings(deadline=None, max_examples=30)
@@ -113,9 +113,12 @@ def test_head_counts(heads, kv_heads, d):
 def test_heads_in_chunks(together, monkeypatch):
     monkeypatch.setattr(attention, "_heads_per_step", lambda kv_heads, scores: together)
     row, args = packed([11, 7], 24), inputs(24, heads=8, kv_heads=4)
-    got = with_gradients(lambda *args: attend(*args))(*args, row, block_tables(row, 8))
+    tables, run = block_tables(row, 8, lanes=5), with_gradients(lambda *args: attend(*args))
+    got = run(*args, row, tables)
     for x, y in zip(got, dense(*args, row), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+    for x, y in zip(run(*args, row, CountedTables(*tables)), got, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_heads_per_step_fit_the_cache_of_a_cpu(monkeypatch):
@@ -143,15 +146,19 @@ def test_poisoned_table_padding_changes_nothing():
         lane_query, lane_key = tables.lane_query.copy(), tables.lane_key.copy()
         lane_query[live:], lane_key[live:] = query, key
         poisoned = blocked(*args, row, BlockTables(lane_query, lane_key, tables.query_lanes))
-        for x, y in zip(poisoned, clean, strict=True):
-            np.testing.assert_array_equal(x, y)
+        counted = blocked(*args, row, CountedTables(lane_query, lane_key, tables.query_lanes))
+        for x, y, z in zip(poisoned, counted, clean, strict=True):
+            np.testing.assert_array_equal(x, z)
+            np.testing.assert_array_equal(y, z)
 
 
 def test_number_of_padding_lanes_changes_no_bit():
     row, args = packed([13, 9, 1], 32), inputs(32)
-    exact, spare = (blocked(*args, row, block_tables(row, 4, lanes)) for lanes in (None, 40))
-    for x, y in zip(exact, spare, strict=True):
-        np.testing.assert_array_equal(x, y)
+    exact, spare = (block_tables(row, 4, lanes) for lanes in (None, 40))
+    results = [blocked(*args, row, tables) for tables in (exact, spare, CountedTables(*exact), CountedTables(*spare))]
+    for result in results[1:]:
+        for x, y in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -202,12 +209,14 @@ def two_layers(q, k, v, row, tables, policy):
     return jax.lax.scan(layer, q, jnp.array([0.5, 1.5]))[0]
 
 
+@pytest.mark.parametrize("kind", [BlockTables, CountedTables])
 @pytest.mark.parametrize("policy", ["nothing", "names"])
-def test_under_checkpoint_and_scan(policy):
+def test_under_checkpoint_and_scan(policy, kind):
     policies = jax.checkpoint_policies
     policy = policies.nothing_saveable if policy == "nothing" else policies.save_only_these_names("attention")
     row, args = packed([13, 9, 1], 32), inputs(32)
-    got = with_gradients(partial(two_layers, policy=policy))(*args, row, block_tables(row, 8))
+    tables = kind(*block_tables(row, 8, lanes=9))
+    got = with_gradients(partial(two_layers, policy=policy))(*args, row, tables)
 
     def plain(q, k, v, row):
         for scale in (0.5, 1.5):
@@ -256,8 +265,9 @@ def test_memory_is_linear_in_tokens(rows):
     assert large < 4096 * 4096  # a quarter of one head's score matrix, where the program handles four heads
 
 
+@pytest.mark.parametrize("kind", [BlockTables, CountedTables])
 @pytest.mark.parametrize("tensor", [False, True], ids=["data", "tensor"])
-def test_under_shard_map(tensor):
+def test_under_shard_map(tensor, kind):
     """Two devices with a row each; or the query heads over two devices and one key/value head that both have."""
     rows = np.stack([packed([13, 9, 1], 32), packed([20, 12], 32)])
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -268,7 +278,7 @@ def test_under_shard_map(tensor):
     else:
         args = tuple(jnp.stack(pair) for pair in zip(inputs(32), inputs(32, seed=1), strict=True))
         specs = (P("x"),) * 4
-    tables = jax.tree.map(lambda *x: np.stack(x), *(all_lanes(row, 8) for row in rows))
+    tables = kind(*map(np.stack, zip(*(all_lanes(row, 8) for row in rows), strict=True)))
 
     def local(q, k, v, w, row, tables):
         drop = (lambda x: x) if tensor else (lambda x: x[0])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrl.rows.blocks import block_tables, count_lanes, needed_blocks, visited_blocks
+from jaxtrl.rows.blocks import CountedTables, block_tables, count_lanes, needed_blocks, visited_blocks
 from tests.visibility import causal, forests, intervals, packed
 
 
@@ -31,6 +31,7 @@ def check(visible_until: np.ndarray, size: int, spare: int) -> None:
     assert count_lanes(visible_until, size) == max(1, len(lower))
     assert needed_blocks(visible_until, size) == len(pairs)
     assert visited_blocks(tables) == max(1, len(lower)) + spare + blocks
+    assert visited_blocks(CountedTables(*tables)) == len(pairs)
 
 
 @settings(deadline=None)
