@@ -27,6 +27,7 @@ from jaxtrl.model.hf import (
     match_tensors,
     params_to_hf,
     resolve_model,
+    same_bytes,
     save_pretrained,
     tensor_specs,
     write_config,
@@ -112,7 +113,7 @@ def compare_tensors(a: str | Path, b: str | Path, *, tolerance: float = 0.0) -> 
             differences.append(f"{name} is only in {a if name in tensors_a else b}")
             continue
         x, y = np.asarray(tensors_a[name]), np.asarray(tensors_b[name])
-        identical += (x.dtype, x.shape) == (y.dtype, y.shape) and x.tobytes() == y.tobytes()
+        identical += same_bytes(x, y)
         difference = _difference(x, y, tolerance)
         if difference is not None:
             differences.append(f"{name} {difference}")

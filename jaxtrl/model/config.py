@@ -109,6 +109,10 @@ def _check_fields(values: Mapping[str, Any]) -> None:
     for name in ("tie_word_embeddings", "attention_bias"):
         if type(values[name]) is not bool:
             raise ValueError(f"{name} must be true or false, but it is {values[name]!r}")
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        ids = values[name] if name == "eos_token_id" and isinstance(values[name], tuple) else (values[name],)
+        if not all(i is None or type(i) is int for i in ids):
+            raise ValueError(f"{name} must be a token id or null, but it is {values[name]!r}")
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")

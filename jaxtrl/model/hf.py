@@ -84,7 +84,7 @@ def match_tensors(config: Qwen3Config, tensors: Mapping[str, TensorLike], where:
     if config.tie_word_embeddings and HEAD in found:
         head = found.pop(HEAD)
         embedding = found.setdefault(EMBEDDING, head)
-        if embedding is not head and not _same_bytes(embedding, head):
+        if embedding is not head and not same_bytes(embedding, head):
             raise ValueError(
                 f"{where}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true: set it to false"
             )
@@ -101,8 +101,12 @@ def match_tensors(config: Qwen3Config, tensors: Mapping[str, TensorLike], where:
     return {entry.name: found[entry.name] for entry in layout}
 
 
-def _same_bytes(a: TensorLike, b: TensorLike) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+def same_bytes(a: TensorLike, b: TensorLike) -> bool:
+    """Whether two tensors have the same shape, dtype and bits (NaN equals itself, 0.0 is not -0.0)."""
+    if (tuple(a.shape), a.dtype) != (tuple(b.shape), b.dtype):
+        return False
+    x, y = (np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for tensor in (a, b))
+    return bool(np.array_equal(x, y))
 
 
 def params_from_hf(
@@ -140,9 +144,10 @@ def params_to_hf(
     Raises ValueError where the parameters do not have the shapes of `config` and where float16 overflows.
     """
     check_params(config, params)
+    params = jax.tree.map(np.asarray, params)  # whole leaves: indexing a device array would compile a program
     for entry in hf_layout(config):
         leaf = _leaf(params, entry.path)
-        array = np.asarray(leaf if entry.layer is None else leaf[entry.layer])
+        array = leaf if entry.layer is None else leaf[entry.layer]
         array = array.T if entry.transposed else array
         if dtype is not None and array.dtype != np.dtype(dtype):
             out = np.empty(array.shape, np.dtype(dtype))
@@ -198,20 +203,33 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     parts = str(name).split("/")
     if path.exists() or len(parts) > 2 or not all(parts) or parts[0] in (".", "..", "~"):
         raise FileNotFoundError(f"{name} is not a folder: give a checkpoint folder or a Hugging Face hub id")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    return _hub_snapshot(str(name), revision)
+
+
+def _hub_snapshot(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", *CARRIED_FILES]
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except HFValidationError:
-        raise FileNotFoundError(f"{name} is neither a folder nor a valid Hugging Face hub id") from None
+        reason = "that is not a valid id"
     except LocalEntryNotFoundError:
-        reason = "the hub cannot be reached and the cache does not have it"
-    except HfHubHTTPError as error:
-        reason = str(error).strip().splitlines()[-1]
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
+        # Offline, a snapshot that lacks some of these files (other tools fetch fewer) is refused: it may well do.
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(config, str):
+            return Path(config).parent
+        reason = "the hub cannot be reached and the local cache does not have it"
+    except RepositoryNotFoundError:
+        reason = "the hub has no such model, or only for those who are logged in and have access"
+    except (HfHubHTTPError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise FileNotFoundError(f"{name} is no folder here, and as a Hugging Face hub id it failed: {reason}")
 
 

@@ -115,6 +115,8 @@ def test_c20_no_theta_is_an_error_not_ten_thousand():
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"hidden_size": "32"}, "hidden_size must be a positive integer, but it is '32'"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or null, but it is '</s>'"),
+        ({"pad_token_id": [1]}, r"pad_token_id must be a token id or null, but it is \[1\]"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.numpy import load_file, save_file
 
 from jaxtrl.model.config import Qwen3Config
@@ -245,7 +247,9 @@ def test_names_that_are_no_checkpoint(tmp_path):
     file.write_text("")
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         resolve_model(file)
-    with pytest.raises(FileNotFoundError, match="neither a folder nor a valid Hugging Face hub id"):
+    with pytest.raises(
+        FileNotFoundError, match=r"what is this is no folder here, and as a .* hub id it failed: that is not a valid"
+    ):
         resolve_model("what is this")
 
 
@@ -255,8 +259,7 @@ def test_a_hub_id_offline(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    message = "jaxtrl-tests/absent is no folder here, and as a Hugging Face hub id it failed: .*cache does not have it"
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(FileNotFoundError, match=r"jaxtrl-tests/absent is no folder here, .* cache does not have it"):
         load_pretrained("jaxtrl-tests/absent")
     repository = tmp_path / "models--jaxtrl-tests--t"
     (repository / "refs").mkdir(parents=True)
@@ -264,6 +267,29 @@ def test_a_hub_id_offline(tmp_path, monkeypatch):
     (repository / "snapshots").mkdir()
     write_fixture(repository / "snapshots" / ("0" * 40), fixture_t.tensors())
     assert abs(nll_sum(load_pretrained("jaxtrl-tests/t")) - 38.241784) < 2e-5
+
+    def incomplete(*args, **kwargs):
+        raise LocalEntryNotFoundError("the snapshot has no tokenizer")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", incomplete)
+    assert resolve_model("jaxtrl-tests/t") == repository / "snapshots" / ("0" * 40)
+
+
+def test_a_hub_id_that_the_hub_does_not_have(monkeypatch):
+    def answer(error):
+        def download(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    answer(RepositoryNotFoundError("401 Client Error", response=Mock()))
+    with pytest.raises(
+        FileNotFoundError, match=r"Qwen/Qwen9 is no folder here, .* failed: the hub has no such model, or"
+    ):
+        resolve_model("Qwen/Qwen9")
+    answer(OSError("disk full\nmore"))
+    with pytest.raises(FileNotFoundError, match=r"Qwen/Qwen9 is no folder here, .* failed: disk full$"):
+        resolve_model("Qwen/Qwen9")
 
 
 @pytest.mark.torch
