@@ -25,24 +25,25 @@ class TrainState(NamedTuple):
         Everything lies where the parameters lie; moments and other copies of the parameters are sharded as these are,
         the rest of the state is on all their devices. Traceable (jax.eval_shape).
         """
-        params = jax.tree.map(
-            lambda x: jnp.array(x, copy=True), model_params(model) if isinstance(model, Qwen3) else model
-        )
-        step = jnp.zeros((), jnp.int32)
+        params = model_params(model) if isinstance(model, Qwen3) else model
+
+        def build(params):
+            return cls(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params), optimizer.init(params))
+
         leaf = jax.tree.leaves(params)[0]
         if isinstance(leaf, jax.core.Tracer):
-            return cls(step, params, optimizer.init(params))
-        shardings = opt_state_shardings(params, optimizer)
-        # one program, not one for each shape
-        return cls(
-            jax.device_put(step, _everywhere(leaf)), params, jax.jit(optimizer.init, out_shardings=shardings)(params)
-        )
+            return build(params)
+        shardings = None
+        if isinstance(leaf, jax.Array):
+            own = jax.tree.map(lambda x: x.sharding, params)
+            shardings = cls._make((everywhere(leaf), own, opt_state_shardings(params, optimizer)))
+        return jax.jit(build, out_shardings=shardings)(params)  # one program: on Neuron each costs seconds to compile
 
 
 def opt_state_shardings(params: Any, optimizer: optax.GradientTransformation) -> Any:
     """A pytree of shardings for `optimizer.init(params)`, from those of the concrete arrays `params`."""
     state = jax.eval_shape(optimizer.init, params)
-    rest = _everywhere(jax.tree.leaves(params)[0])
+    rest = everywhere(jax.tree.leaves(params)[0])
     return optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, param: param.sharding,
@@ -52,7 +53,7 @@ def opt_state_shardings(params: Any, optimizer: optax.GradientTransformation) ->
     )
 
 
-def _everywhere(leaf: Array) -> jax.sharding.Sharding:
+def everywhere(leaf: Array) -> jax.sharding.Sharding:
     """The sharding of a small array that every device of `leaf` has."""
     if isinstance(leaf.sharding, NamedSharding):
         return NamedSharding(leaf.sharding.mesh, PartitionSpec())
