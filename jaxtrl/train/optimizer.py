@@ -1,5 +1,6 @@
 """AdamW with the defaults and the learning-rate schedules of Transformers, as optax transformations."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -48,30 +49,28 @@ def make_optimizer(
         raise ValueError(
             f"{', '.join(options)}: schedule options do not apply to a schedule of your own; leave them out"
         )
-    rate, (beta1, beta2), decay_mask = learning_rate, betas, matrices if decay_mask is None else decay_mask
+    return _adamw(learning_rate, betas, eps, weight_decay, max_grad_norm or math.inf, decay_mask or matrices)
 
+
+def _adamw(rate, betas, eps, weight_decay, max_norm, decay_mask) -> SkippingOptimizer:
     def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.zeros_like, params))
+        moments = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), *moments)
 
-    def update(grads, state, params=None, *, finite=True, grad_norm=None, **_):
-        scale = jnp.float32(1.0)
-        if max_grad_norm:
-            norm = global_norm(grads) if grad_norm is None else grad_norm
-            scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
-        count = state.count + 1
+    def update(grads, state, params, *, finite=True, grad_norm=None, **_):
+        count, learning_rate = state.count + 1, rate(state.count)
         first, second = (1 - beta ** count.astype(jnp.float32) for beta in betas)
-        learning_rate = rate(state.count)
+        scale = _clip_scale(grads, grad_norm, max_norm)
 
         def moment(old, new, beta):
             return jnp.where(finite, beta * old + (1 - beta) * new, old)
 
-        def leaf(grad, mu, nu, param, decay):
+        def leaf(grad, mu, nu, param, decays):
             grad = grad * scale.astype(grad.dtype)
             # The barrier makes the update read the new moments: each of the three is then one pass, in place.
-            mu, nu = lax.optimization_barrier((moment(mu, grad, beta1), moment(nu, jnp.square(grad), beta2)))
+            mu, nu = lax.optimization_barrier((moment(mu, grad, betas[0]), moment(nu, jnp.square(grad), betas[1])))
             step = mu / first / (jnp.sqrt(nu / second) + eps)
-            if weight_decay and decay:
+            if weight_decay and decays:
                 step = step + weight_decay * param
             return jnp.where(finite, -learning_rate * step, 0.0).astype(grad.dtype), mu, nu
 
@@ -83,9 +82,18 @@ def make_optimizer(
     return SkippingOptimizer(init, update)
 
 
+def _clip_scale(grads, grad_norm, max_norm):
+    if max_norm == math.inf:
+        return jnp.ones((), jnp.float32)
+    norm = global_norm(grads) if grad_norm is None else grad_norm
+    return jnp.minimum(1.0, max_norm / (norm + 1e-6))
+
+
 def matrices(params: Any) -> Any:
     """A pytree of bools: True for weights that decay, False for norm scales and biases."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("scale", "bias"), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: getattr(path[-1], "key", None) not in ("scale", "bias"), params
+    )
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
