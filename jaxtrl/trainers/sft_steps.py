@@ -27,6 +27,7 @@ class SFTSteps:
     def __init__(self, config: Qwen3Config, args: SFTConfig, mesh: Mesh | None, programs: Programs):
         self.config, self.args, self.mesh, self.programs = config, args, mesh, programs
         self.dtype = jnp.dtype(args.compute_dtype())
+        self._sharding = replicated(mesh) or SingleDeviceSharding(jax.devices()[0])
         self._eval = make_eval_step(config, mesh, loss_type=args.loss_type, dtype=self.dtype)
         self._score = make_score_step(config, mesh, dtype=self.dtype, hits=True)
 
@@ -45,12 +46,14 @@ class SFTSteps:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore one into."""
         state = jax.eval_shape(lambda p: TrainState.create(p, self.optimizer), abstract_params(self.config))
-        sharding = replicated(self.mesh) or SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), state)
 
     def place(self, params: Any) -> Any:
-        """The parameters on the devices of the mesh (no copy where they already are)."""
-        return jax.device_put(params, replicated(self.mesh))
+        """The parameters on the devices of the mesh (no copy where they already are).
+
+        Always with an explicit sharding, as restored ones have: else a resumed run would have programs of its own.
+        """
+        return jax.device_put(params, self._sharding)
 
     def train(self, state: TrainState, micro_batches: list[MicroBatch]) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer step; `state` is donated. Metrics are device scalars that may still be in the making."""

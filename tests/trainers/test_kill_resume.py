@@ -100,6 +100,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(tmp_path):
     assert left_half_written, "no kill hit a checkpoint that was being written"
     output = finish(killed, cache, data)
     assert f"resuming from {killed}" in output
+    assert ": compiled in" not in output, "a resumed run has the programs of the whole one, from the cache"
     assert losses(killed) == losses(whole)
     assert [step for step, *_ in losses(killed)] == [*range(3, STEPS, 3), STEPS]
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

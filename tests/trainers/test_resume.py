@@ -70,6 +70,7 @@ def run_and_resume(make_trainer, stop, **options):
     resumed = make_trainer("parts", **options)
     rows = record_rows(resumed)
     resumed.train(resume_from_checkpoint=True)
+    assert resumed.programs.from_cache == resumed.programs.count, "a resumed run has the programs of the whole one"
     return whole, resumed, rows, all_rows
 
 
