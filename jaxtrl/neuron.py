@@ -6,6 +6,7 @@ Every program is lowered for platform `neuron` and searched for operations that 
 
 import argparse
 import sys
+from itertools import product
 from typing import Any
 
 import jax
@@ -42,15 +43,15 @@ def programs() -> list[tuple[str, Any, tuple]]:
     params = abstract_params(CONFIG)
     state = jax.eval_shape(lambda p: TrainState.create(p, optimizer), params)
     found = []
-    for loss_type in ("nll", "dft"):
-        for dtype in ("float32", "bfloat16"):
-            step = make_sft_step(CONFIG, optimizer, loss_type=loss_type, dtype=jnp.dtype(dtype))
-            sums = jax.eval_shape(step.init, params)
-            found += [
-                (f"sft {loss_type} {dtype} fused", step.fused, (state, batch)),
-                (f"sft {loss_type} {dtype} accumulate", step.accumulate, (params, sums, batch)),
-                (f"sft {loss_type} {dtype} apply", step.apply, (state, sums)),
-            ]
+    for loss_type, dtype, remat in product(("nll", "dft"), ("float32", "bfloat16"), ("full", "matmuls")):
+        step = make_sft_step(CONFIG, optimizer, loss_type=loss_type, dtype=jnp.dtype(dtype), remat=remat)
+        sums = jax.eval_shape(step.init, params)
+        name = f"sft {loss_type} {dtype} {remat}"
+        found += [
+            (f"{name} fused", step.fused, (state, batch)),
+            (f"{name} accumulate", step.accumulate, (params, sums, batch)),
+            (f"{name} apply", step.apply, (state, sums)),
+        ]
     found.append(("eval", make_eval_step(CONFIG), (params, batch)))
     found.append(("score", make_score_step(CONFIG), (params, batch)))
     return found

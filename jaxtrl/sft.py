@@ -71,9 +71,14 @@ def _tiny_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _run(args: Any) -> None:
+    import jax
+
+    from jaxtrl.hardware.memory import keep_freed_memory
     from jaxtrl.trainers.model_source import tiny_model
     from jaxtrl.trainers.sft_trainer import SFTTrainer
 
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     train, evaluation = _load_data(args)
     model, tokenizer = (args.model_name_or_path, None) if args.model_name_or_path else tiny_model(args.seed)
     trainer = SFTTrainer(model, args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer)
