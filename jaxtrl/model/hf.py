@@ -260,7 +260,7 @@ def _cast_in_place(tree: dict[str, Any], dtype: np.dtype, prefix: str = "") -> d
 
 
 def load_pretrained(name: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Qwen3:
-    """A `Qwen3` with the weights of a checkpoint folder (Hugging Face, or `convert to-flax`) or a hub id.
+    """A `Qwen3` with the weights of a folder (Hugging Face, `convert to-flax`, a training checkpoint) or a hub id.
 
     Parameters are `dtype`: float32 for training, or bfloat16. They go to JAX's default device one after the other.
     Raises FileNotFoundError or ValueError with one sentence naming the file, tensor or config field that is at fault.
