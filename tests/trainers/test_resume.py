@@ -94,12 +94,12 @@ def test_c16_resume_inside_a_later_epoch_keeps_its_order(make_trainer):
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_logs_between_checkpoints_accumulate_across_the_resume(make_trainer, stop):
-    """A checkpoint lies between two logs, and an optimizer step is several micro-batches of different shapes."""
+    """A checkpoint lies between two logs, and an optimizer step is several micro-batches."""
     options = {
         "gradient_accumulation_steps": 2,
         "per_device_train_batch_size": 1,
         "logging_steps": 4,
-        "pad_to_multiple_of": 128,
+        "pad_to_multiple_of": "fixed:384",
         "trainer": {"train_dataset": token_rows((150, 9, 140, 30, 8, 260, 12)), "eval_dataset": token_rows((9, 20))},
         "eval_strategy": "steps",
         "eval_steps": 3,
@@ -110,6 +110,16 @@ def test_logs_between_checkpoints_accumulate_across_the_resume(make_trainer, sto
     assert_same_state(whole._train_state, resumed._train_state)
     assert metrics(whole) == metrics(resumed)
     assert whole.state.log_history[-1]["num_tokens"] == 2 * (150 + 9 + 140 + 30 + 8 + 260 + 12)
+
+
+@pytest.mark.slow
+def test_micro_batches_of_different_shapes(make_trainer):
+    rows = token_rows((150, 9, 140, 30))
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "pad_to_multiple_of": 128}
+    whole, resumed, _, _ = run_and_resume(make_trainer, 1, **options, trainer={"train_dataset": rows})
+    assert {program.shape.tokens for program in whole.programs.compiled if program.kind == "accumulate"} == {128, 256}
+    assert_same_state(whole._train_state, resumed._train_state)
+    assert metrics(whole) == metrics(resumed)
 
 
 def test_resume_of_packed_rows_in_bfloat16(make_trainer):
