@@ -99,11 +99,15 @@ def matrices(params: Any) -> Any:
 def global_norm(tree: Any) -> Float[Array, ""]:
     """Square root of the sum of squares over all leaves, in float32.
 
-    Summed over the first axis and then over the rest: sums of vectors, which are fast on CPU, and more exact than one
-    long sum (torch sums in a tree too).
+    Summed over the last axis, then over the rest, as one long float32 sum of like numbers loses digits (torch sums in a
+    tree too). The barrier keeps XLA from making one sum of the two.
     """
-    squares = (jnp.square(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree))
-    return jnp.sqrt(sum((x.sum(0).sum() if x.ndim > 1 else x.sum() for x in squares), jnp.zeros((), jnp.float32)))
+
+    def square_sum(leaf):
+        squares = jnp.square(leaf.astype(jnp.float32))
+        return lax.optimization_barrier(squares.sum(-1)).sum() if leaf.ndim else squares
+
+    return jnp.sqrt(sum(map(square_sum, jax.tree.leaves(tree)), jnp.zeros((), jnp.float32)))
 
 
 def make_schedule(
