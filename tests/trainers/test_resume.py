@@ -75,7 +75,7 @@ def run_and_resume(make_trainer, stop, **options):
 
 
 def test_c15_resume_at_an_epoch_boundary_trains_the_second_epoch(make_trainer):
-    whole, resumed, rows, all_rows = run_and_resume(make_trainer, stop=4)
+    whole, resumed, rows, all_rows = run_and_resume(make_trainer, stop=4, lr_scheduler_type="cosine", warmup_steps=2)
     assert len(rows) == 4
     assert resumed.state.global_step == 8
     assert rows == all_rows[4:]

@@ -22,7 +22,7 @@ def logged(trainer, name):
 
 
 def test_it_learns_and_logs_trls_metrics(make_trainer):
-    trainer = make_trainer(num_train_epochs=6)
+    trainer = make_trainer(num_train_epochs=6, lr_scheduler_type="linear")
     output = trainer.train()
     losses = logged(trainer, "loss")
     assert len(losses) == 24 == output.global_step == trainer.state.global_step
@@ -81,7 +81,7 @@ def test_evaluation_is_a_token_mean_whatever_the_batches_are(make_trainer):
     rows = token_rows((9, 30, 3, 200, 17))
     results = [
         make_trainer(
-            per_device_eval_batch_size=size, pad_to_multiple_of="none", trainer={"eval_dataset": rows}
+            per_device_eval_batch_size=size, pad_to_multiple_of="fixed:384", trainer={"eval_dataset": rows}
         ).evaluate()
         for size in (1, 2, 5)
     ]
