@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -166,6 +169,24 @@ def test_naming_a_model_or_a_configuration_leaves_the_defaults_to_the_user():
 def test_configurations_are_valid(path):
     (args,) = parse([SFTConfig], ["--config", str(path)])
     assert args.output_dir == yaml.safe_load(path.read_text())["output_dir"]
+
+
+@pytest.mark.slow
+def test_interrupt_is_one_line_and_leaves_nothing_half_written(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    argv = [sys.executable, "-m", "jaxtrl.sft", "--compile_cache=cache", "--max_steps=5000", "--save_steps=5"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(argv, cwd=tmp_path, env=environment, **pipes)
+    output, deadline = tmp_path / "sft_output", time.monotonic() + 120
+    while not (output / "checkpoint-10").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert len(errors.splitlines()) == 1
+    assert "interrupted" in errors
+    assert all(re.fullmatch(r"checkpoint-\d+", path.name) for path in output.glob("checkpoint*"))
 
 
 @pytest.mark.slow

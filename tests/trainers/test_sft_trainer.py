@@ -261,6 +261,16 @@ def test_a_stream_needs_max_steps(make_trainer):
         make_trainer(trainer={"train_dataset": stream}).train()
 
 
+def test_mfu_is_logged_where_the_peak_is_known(make_trainer, monkeypatch):
+    monkeypatch.setattr("jaxtrl.trainers.sft_trainer.peak_flops", lambda device, dtype: 1e12)
+    trainer = make_trainer(max_steps=2)
+    trainer.train()
+    for entry in trainer.state.log_history[:2]:
+        assert 0 < entry["mfu"] < 1
+        # Six FLOPs a token and parameter, and attention: within a factor of two of what the counted FLOPs give.
+        assert entry["mfu"] * 1e12 / entry["tokens_per_second"] == pytest.approx(6 * 23_776, rel=0.5)
+
+
 def test_two_devices_take_the_same_steps_as_one(make_trainer):
     one = make_trainer("one", per_device_train_batch_size=4)
     one.train()
