@@ -35,6 +35,11 @@ def find_checkpoints(folder: str | Path) -> list[Path]:
     return [path for _, path in sorted(found) if _is_complete(path)]
 
 
+def step_of(path: str | Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(str(path).rpartition("-")[2])
+
+
 def _is_complete(path: Path) -> bool:
     return (path / COMPLETE).is_file() and all((path / item).is_dir() for item in ITEMS)
 

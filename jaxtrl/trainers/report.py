@@ -26,8 +26,9 @@ def introduction(
     dtype: np.dtype,
     extent: Extent,
     data: dict[str, tuple[TokenizeReport, Batches]],
+    cache: str,
 ) -> str:
-    """Aligned `name  value` lines: model, devices, data, shapes, steps."""
+    """Aligned `name  value` lines: model, devices, data, shapes, steps, and where things are kept."""
     sizes = extent.sizes
     count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(config)))
     head = "tied head" if config.tie_word_embeddings else "own head"
@@ -47,7 +48,7 @@ def introduction(
         f"{extent.steps:,} of {sizes.rows_per_step} rows ({sizes.per_device} a device, {sizes.devices} devices, "
         f"{sizes.accumulation} micro-batches), {extent.epochs} epochs"
     )
-    lines["output"] = str(args.output_dir)
+    lines["output"], lines["compile cache"] = str(args.output_dir), cache
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 

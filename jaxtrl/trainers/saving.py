@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.order import DataPosition
-from jaxtrl.train.checkpoint import CheckpointError, find_checkpoints, read_metadata
+from jaxtrl.train.checkpoint import CheckpointError, find_checkpoints, read_metadata, step_of
 from jaxtrl.trainers.callbacks import TrainerState
 
 RUN_FILE = "run.json"
@@ -66,7 +66,7 @@ def start_run(folder: Path, run_id: str | None, options: dict[str, Any]) -> str:
 def own_steps(folder: Path, run_id: str) -> tuple[int, ...]:
     """Steps of the complete checkpoints of this run in the folder."""
     own = [path for path in find_checkpoints(folder) if read_metadata(path, "run")["run_id"] == run_id]
-    return tuple(int(path.name.rpartition("-")[2]) for path in own)
+    return tuple(step_of(path) for path in own)
 
 
 def checkpoint_metadata(

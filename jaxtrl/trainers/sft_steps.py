@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from jaxtrl.hardware.devices import peak_flops
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.train.compiled import Programs
-from jaxtrl.train.mesh import replicated, row_sharding
+from jaxtrl.train.flops import train_flops
+from jaxtrl.train.mesh import replicated, row_count, row_sharding
 from jaxtrl.train.optimizer import make_optimizer, make_schedule
 from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
@@ -73,6 +75,16 @@ class SFTSteps:
     def score(self, params: Any, micro: MicroBatch) -> Any:
         """(logp, entropy, hit) of each term, [D, T]."""
         return self.programs.call("score", micro.shape, self._score, params, self._batch(micro))
+
+    def count_flops(self, micro_batches: list[MicroBatch]) -> float:
+        """Model FLOPs of a step, as MFU counts them: real tokens, nothing for recomputation."""
+        tokens, pairs, slots = (sum(getattr(m, name) for m in micro_batches) for name in ("tokens", "pairs", "slots"))
+        return train_flops(self.config, tokens, pairs, slots, remat="matmuls").total
+
+    def peak_flops(self) -> float | None:
+        """FLOP/s of all devices together, or None where it is not known."""
+        peak = peak_flops(jax.devices()[0], str(self.dtype))
+        return None if peak is None else peak * row_count(self.mesh)
 
     def _batch(self, micro: MicroBatch) -> Any:
         return jax.device_put(micro.batch, row_sharding(self.mesh))

@@ -14,19 +14,17 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.hardware.compile_cache import enable_compile_cache
-from jaxtrl.hardware.devices import peak_flops
 from jaxtrl.model.hf import save_pretrained
 from jaxtrl.model.qwen3 import Qwen3, model_graphdef
 from jaxtrl.rows.chat import set_chat_template
 from jaxtrl.rows.order import BatchSizes, DataPosition
-from jaxtrl.train.checkpoint import restore
+from jaxtrl.train.checkpoint import find_checkpoints, restore, step_of
 from jaxtrl.train.compiled import Program, Programs
-from jaxtrl.train.flops import train_flops
 from jaxtrl.train.mesh import make_mesh, row_count
 from jaxtrl.train.state import TrainState
 from jaxtrl.trainers import report, saving
 from jaxtrl.trainers.callbacks import Callbacks, TrainerControl, TrainerState
-from jaxtrl.trainers.data import Batches, MicroBatch
+from jaxtrl.trainers.data import Batches
 from jaxtrl.trainers.evaluation import EvalPrediction, evaluate
 from jaxtrl.trainers.extent import Extent
 from jaxtrl.trainers.logging import Display, append_metrics, check_trackers
@@ -154,7 +152,7 @@ class SFTTrainer:
                     self._call("on_step_begin")
                     meter.wait_for_step_before_last()
                     self._train_state, metrics = self.steps.train(self._train_state, micro_batches)
-                    meter.add(metrics, micro_batches, self._count_flops(micro_batches))
+                    meter.add(metrics, micro_batches, self.steps.count_flops(micro_batches))
                     state.global_step += 1
                     state.epoch = self._extent.epoch_at(position)
                     self.display.step(state.global_step)
@@ -304,7 +302,7 @@ class SFTTrainer:
             logs["learning_rate"] = float(self._learning_rate(max(self.state.global_step - 1 - self.meter.skipped, 0)))
         logs["tokens_per_second"] = tokens
         logs["programs"], logs["compile_seconds"] = self.programs.count, self.programs.seconds
-        peak = self._peak_flops()
+        peak = self.steps.peak_flops()
         if peak is not None:
             logs["mfu"] = flops / peak
         self.log(logs, (self.state.max_steps - self.state.global_step) / steps)
@@ -318,7 +316,7 @@ class SFTTrainer:
             metadata = saving.checkpoint_metadata(
                 self._run.run_id, state, position, self._facts(), self.meter.state_dict(), self.callbacks.state()
             )
-            keep = None if state.best_model_checkpoint is None else state.best_global_step
+            keep = None if state.best_model_checkpoint is None else step_of(state.best_model_checkpoint)
             writer.save(state.global_step, self._train_state, metadata, keep)
         self._call("on_save")
 
@@ -369,19 +367,11 @@ class SFTTrainer:
     def _facts(self) -> dict[str, Any]:
         return run_facts(self.args, self._batches["train"], self._extent.sizes, self.steps.dtype, self.config)
 
-    def _peak_flops(self) -> float | None:
-        peak = peak_flops(jax.devices()[0], str(self.steps.dtype))
-        return None if peak is None else peak * row_count(self.mesh)
-
-    def _count_flops(self, micro_batches: list[MicroBatch]) -> float:
-        """Model FLOPs of a step, as MFU counts them: real tokens, nothing for recomputation."""
-        tokens, pairs, slots = (sum(getattr(m, name) for m in micro_batches) for name in ("tokens", "pairs", "slots"))
-        return train_flops(self.config, tokens, pairs, slots, remat="matmuls").total
-
     def _introduce(self, resume: bool | str | Path | None, path: Path | None) -> None:
         """Say what is going to be trained on what, with one example."""
         data = {name: (data.report, self._batches[name]) for name, data in self._data.items()}
-        self.display.say(report.introduction(self.config, self.args, self.steps.dtype, self._extent, data))
+        cache = self.compile_cache or "off"
+        self.display.say(report.introduction(self.config, self.args, self.steps.dtype, self._extent, data, cache))
         example = self._data["train"].example
         if example is not None:
             self.display.say("example (trained tokens are marked):")
@@ -390,6 +380,10 @@ class SFTTrainer:
             self.display.say(f"resuming from {path}")
         elif resume:
             self.display.say(f"no checkpoint of this run in {self.args.output_dir} yet: starting at step 0")
+        if path is None and (others := find_checkpoints(str(self.args.output_dir))):
+            self.display.say(
+                f"{others[-1]} is of an earlier run: it is not continued, and replaced when this run comes to its step"
+            )
 
     def _say_compiled(self, program: Program) -> None:
         self.clock.leave_out(program.seconds)

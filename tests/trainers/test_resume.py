@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from datasets import IterableDataset
 
 from jaxtrl.train.checkpoint import CheckpointError
 from jaxtrl.trainers.callbacks import TrainerCallback
@@ -131,6 +132,16 @@ def test_resume_of_packed_rows_in_bfloat16(make_trainer):
     assert whole.programs.count == 1
 
 
+@pytest.mark.parametrize("stop", [3, 5])
+def test_resume_of_a_stream(make_trainer, stop):
+    stream = IterableDataset.from_generator(lambda: iter(token_rows()))
+    whole, resumed, rows, all_rows = run_and_resume(make_trainer, stop, max_steps=7, trainer={"train_dataset": stream})
+    assert rows == all_rows[stop:]
+    assert flat(all_rows) == [*range(8), *range(6)]
+    assert_same_state(whole._train_state, resumed._train_state)
+    assert metrics(whole) == metrics(resumed)
+
+
 def test_true_starts_anew_where_there_is_no_checkpoint(make_trainer, capsys):
     trainer = make_trainer(max_steps=2)
     trainer.train(resume_from_checkpoint=True)
@@ -149,11 +160,12 @@ def test_resuming_a_finished_run_trains_nothing(make_trainer):
     assert metrics(first) == metrics(again)
 
 
-def test_a_new_run_in_the_folder_is_not_continued_from_the_old_ones_checkpoints(make_trainer):
+def test_a_new_run_in_the_folder_is_not_continued_from_the_old_ones_checkpoints(make_trainer, capsys):
     old = make_trainer(max_steps=5, save_strategy="steps", save_steps=5)
     old.train()
     new = make_trainer(max_steps=4, save_strategy="steps", save_steps=2)
     new.train()
+    assert "checkpoint-5 is of an earlier run" in capsys.readouterr().out
     assert read_run_id(Path(new.args.output_dir)) == new_run_id(new, 4) != new_run_id(new, 5)
     again = make_trainer(max_steps=6, save_strategy="steps", save_steps=2)
     rows = record_rows(again)

@@ -145,6 +145,23 @@ def test_the_best_checkpoint_is_kept_and_loaded(make_trainer):
     assert_same_state(model_params(load_pretrained(trainer.args.output_dir)), trainer.params)
 
 
+def test_an_unsaved_best_evaluation_does_not_replace_the_saved_one(make_trainer):
+    trainer = make_trainer(
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        trainer={"eval_dataset": token_rows((5, 6)), "callbacks": [Scripted([3.0, 2.0, 1.0, 2.5, 2.6, 2.7])]},
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 3
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert [path.name for path in find_checkpoints(trainer.args.output_dir)] == ["checkpoint-2", "checkpoint-6"]
+
+
 def test_save_strategy_best_saves_only_what_is_better(make_trainer):
     trainer = make_trainer(
         max_steps=4,
@@ -262,7 +279,7 @@ def test_a_stream_needs_max_steps(make_trainer):
 
 
 def test_mfu_is_logged_where_the_peak_is_known(make_trainer, monkeypatch):
-    monkeypatch.setattr("jaxtrl.trainers.sft_trainer.peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr("jaxtrl.trainers.sft_steps.peak_flops", lambda device, dtype: 1e12)
     trainer = make_trainer(max_steps=2)
     trainer.train()
     for entry in trainer.state.log_history[:2]:
