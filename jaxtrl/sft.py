@@ -4,6 +4,7 @@ Without a model it trains a tiny Qwen3 from scratch on bundled sample chats.
 """
 
 import glob
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. Wrong input is one sentence on stderr (JAXTRL_TRACEBACK=1: all of it)."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found" is no news here
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # data may hold what the terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     from jaxtrl.trainers.arguments import parse
     from jaxtrl.trainers.sft_config import SFTConfig
 

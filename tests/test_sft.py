@@ -144,6 +144,15 @@ def test_errors_have_no_traceback_and_nothing_else_on_stderr(tmp_path):
     assert done.stdout == ""
 
 
+@pytest.mark.slow
+def test_text_that_the_terminal_cannot_show_does_not_stop_the_run(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text(CHAT.replace("Hello!", "Grüße, 世界"), encoding="utf-8")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run(["--dataset_name=rows.jsonl", "--max_steps=1", "--compile_cache=off"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Gr??e" in done.stdout
+
+
 def test_help_lists_every_option_once():
     done = run(["--help"], ".")
     assert done.returncode == 0
