@@ -8,6 +8,7 @@ Without arguments it trains a tiny Qwen3 from scratch on the bundled sample chat
 import sys
 
 import numpy as np
+from flax import nnx
 from transformers import AutoTokenizer
 
 from jaxtrl import Qwen3, Qwen3Config, TrainState, load_pretrained, make_eval_step, make_optimizer, make_sft_step
@@ -37,7 +38,8 @@ else:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
-        )
+        ),
+        rngs=nnx.Rngs(0),
     )
 
 # Data: chats -> token ids with a mask of trained tokens -> packed rows -> batches of one shape.
