@@ -19,7 +19,7 @@ from jaxtrl.train.checkpoint import TEMPORARY, find_checkpoints
 
 KILLS = int(os.environ.get("JAXTRL_KILLS", "5"))
 SEED = int(os.environ.get("JAXTRL_KILL_SEED", "0"))
-STEPS = 40
+STEPS = 8 * KILLS  # a kill comes after about four more steps, so that it finds a run at work
 
 
 def command(output: Path, cache: Path, data: Path) -> list[str]:
@@ -75,7 +75,7 @@ def kill_somewhere(process: subprocess.Popen, output: Path, rng: random.Random, 
             time.sleep(0.0002)
         time.sleep(rng.uniform(0, 0.02))
     else:
-        time.sleep(rng.uniform(0, 0.5))
+        time.sleep(rng.uniform(0, 0.1))
     process.send_signal(signal.SIGKILL)
     process.communicate()
 
@@ -87,7 +87,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(tmp_path):
     data.write_text("".join(sample_data_path().read_text().splitlines(keepends=True)[:180]))
     cache, whole, killed = tmp_path / "cache", tmp_path / "whole", tmp_path / "killed"
     finish(whole, cache, data)
-    rng, left_half_written = random.Random(SEED), 0
+    rng, at_work, left_half_written = random.Random(SEED), 0, 0
     for kill in range(KILLS):
         process = start(killed, cache, data)
         if kill == 0:  # while it starts: nothing is saved yet
@@ -96,13 +96,15 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(tmp_path):
             process.communicate()
         else:
             kill_somewhere(process, killed, rng, while_saving=kill % 2 == 1)
+        at_work += newest(killed) < STEPS
         left_half_written += any(TEMPORARY in path.name for path in killed.glob("checkpoint-*"))
+    assert at_work > KILLS / 2, "the run was mostly over before it was killed"
     assert left_half_written, "no kill hit a checkpoint that was being written"
     output = finish(killed, cache, data)
     assert f"resuming from {killed}" in output
     assert ": compiled in" not in output, "a resumed run has the programs of the whole one, from the cache"
     assert losses(killed) == losses(whole)
-    assert [step for step, *_ in losses(killed)] == [*range(3, STEPS, 3), STEPS]
+    assert [step for step, *_ in losses(killed)] == [*range(3, STEPS + 1, 3), STEPS]
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert [path.name for path in find_checkpoints(killed)] == [f"checkpoint-{STEPS - 2}", f"checkpoint-{STEPS}"]
     assert not [path for path in killed.iterdir() if TEMPORARY in path.name or path.name.endswith(".removed")]
