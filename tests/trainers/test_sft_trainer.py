@@ -329,6 +329,13 @@ def test_missing_data_is_said(make_trainer):
         make_trainer(eval_strategy="steps", eval_steps=1)
 
 
+def test_an_output_folder_that_cannot_be_made_is_said_at_once(make_trainer, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/sub"):
+        with pytest.raises(ValueError, match=r"output_dir .*file.* cannot be made"):
+            make_trainer(folder)
+
+
 def test_ids_outside_the_embedding_are_refused_before_anything_is_compiled(make_trainer):
     with pytest.raises(ValueError, match=r"row 1 .*token id 64"):
         make_trainer(trainer={"train_dataset": [{"input_ids": [5, 6]}, {"input_ids": [5, 64]}]})
