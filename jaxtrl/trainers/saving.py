@@ -108,3 +108,11 @@ def companion_files(config: Qwen3Config, tokenizer: PreTrainedTokenizerBase) -> 
         tokenizer.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     return {**files, "config.json": (json.dumps(config.to_dict(), indent=2) + "\n").encode()}
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the output folder; raises ValueError naming the option where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir {folder} cannot be made ({error.strerror}): give another folder.") from None

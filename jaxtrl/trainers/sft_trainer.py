@@ -81,7 +81,7 @@ class SFTTrainer:
     ):
         self.args = args = SFTConfig() if args is None else args
         check_trackers(args.report_to or [])
-        _check_folder(Path(str(args.output_dir)))
+        saving.make_folder(Path(str(args.output_dir)))
         self.display = Display(None if args.disable_tqdm is None else not args.disable_tqdm)
         self.compile_cache = enable_compile_cache(args.compile_cache)
         self.mesh = make_mesh() if mesh is None and jax.device_count() > 1 else mesh
@@ -396,11 +396,3 @@ class SFTTrainer:
             kwargs["model"] = self.model
         kwargs["processing_class"] = self.processing_class
         self.callbacks.call(event, self.args, self.state, self.control, **kwargs)
-
-
-def _check_folder(folder: Path) -> None:
-    """Before anything is read or compiled: can the run write there?"""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output_dir {folder} cannot be made ({error.strerror}): give another folder.") from None
