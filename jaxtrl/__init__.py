@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxtrl.model.qwen3 import Qwen3
     from jaxtrl.rows.batch import RowBatch
     from jaxtrl.rows.pack import pack_rows
+    from jaxtrl.rows.tree import plan_trees, tree_rows
     from jaxtrl.train.mesh import make_mesh
     from jaxtrl.train.optimizer import make_optimizer
     from jaxtrl.train.state import TrainState
@@ -30,7 +31,9 @@ _MODULES = {
     "make_score_step": "train.step",
     "make_sft_step": "train.step",
     "pack_rows": "rows.pack",
+    "plan_trees": "rows.tree",
     "save_pretrained": "model.hf",
+    "tree_rows": "rows.tree",
 }
 
 __all__ = [
@@ -47,7 +50,9 @@ __all__ = [
     "make_score_step",
     "make_sft_step",
     "pack_rows",
+    "plan_trees",
     "save_pretrained",
+    "tree_rows",
 ]
 
 

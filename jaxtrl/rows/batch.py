@@ -5,7 +5,7 @@ a *batch* is one row per data-parallel device, padded to one shape class.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32
@@ -90,9 +90,7 @@ def concat_rows(samples: Sequence[Sample]) -> Row:
     the loss is the token mean. No samples give an empty row (all padding once batched). Raises ValueError for arrays of
     unequal length and for columns that only some samples have.
     """
-    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-    for number, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        _check_sample(sample, int(length), number)
+    lengths = check_samples(samples)
     ends = np.cumsum(lengths)
     starts = ends - lengths
     total = int(lengths.sum())
@@ -103,12 +101,6 @@ def concat_rows(samples: Sequence[Sample]) -> Row:
     predicted = np.flatnonzero(trained)
     terms = len(predicted)
     owner = np.repeat(np.arange(len(samples)), lengths)[predicted]
-    columns: dict[str, np.ndarray | None] = {"advantage": None}
-    if _has_column(samples, "advantage"):
-        columns["advantage"] = np.array([sample.advantage for sample in samples], dtype=np.float32)[owner]
-    for name in LOGP_COLUMNS:
-        present = _has_column(samples, name)
-        columns[name] = _joined([getattr(s, name) for s in samples], np.float32)[predicted] if present else None
     return Row(
         input_ids=input_ids,
         position_ids=(np.arange(total) - np.repeat(starts, lengths)).astype(np.int32),
@@ -119,7 +111,7 @@ def concat_rows(samples: Sequence[Sample]) -> Row:
         term_sample=owner.astype(np.int32),
         weight=np.ones(terms, np.float32),
         denominator=float(terms),
-        **columns,
+        **term_columns(samples, predicted, owner),
     )
 
 
@@ -163,13 +155,34 @@ def _joined(arrays: list, dtype: type) -> np.ndarray:
     return np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.zeros(0, dtype)
 
 
-def _check_sample(sample: Sample, length: int, number: int) -> None:
+def check_samples(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
+    """The samples' lengths; raises ValueError for a sample whose arrays are not equally long."""
+    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
     for name in ("loss_mask", *LOGP_COLUMNS):
-        value = getattr(sample, name)
-        if value is not None and len(value) != length:
-            raise ValueError(
-                f"sample {number}: {name} has {len(value)} entries but input_ids has {length}; make them equally long"
-            )
+        for number, (sample, length) in enumerate(zip(samples, lengths.tolist(), strict=True)):
+            value = getattr(sample, name)
+            if value is not None and len(value) != length:
+                raise ValueError(
+                    f"sample {number}: {name} has {len(value)} entries but input_ids has {length}; "
+                    "make them equally long"
+                )
+    return lengths
+
+
+def term_columns(
+    samples: Sequence[Sample], predicted: Int[np.ndarray, " t"], owner: Int[np.ndarray, " t"]
+) -> dict[str, Any]:
+    """`TERM_COLUMNS` of t terms: term i is the token `predicted[i]` of all samples joined, which is `owner[i]`'s.
+
+    A column that no sample has is None; raises ValueError for one that only some have.
+    """
+    columns: dict[str, Any] = dict.fromkeys(TERM_COLUMNS)
+    if _has_column(samples, "advantage"):
+        columns["advantage"] = np.array([sample.advantage for sample in samples], dtype=np.float32)[owner]
+    for name in LOGP_COLUMNS:
+        if _has_column(samples, name):
+            columns[name] = _joined([getattr(s, name) for s in samples], np.float32)[predicted]
+    return columns
 
 
 def _has_column(samples: Sequence[Sample], name: str) -> bool:

@@ -58,7 +58,7 @@ def pack_indices(lengths: Integer[np.ndarray, " n"], token_budget: int, strategy
         start = (np.arange(len(sample)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * token_budget
     stop = np.minimum(start + token_budget, lengths[sample])
     fragments = list(zip(sample.tolist(), start.tolist(), stop.tolist(), strict=True))
-    return [[fragments[i] for i in members] for members in _best_fit_decreasing(stop - start, token_budget)]
+    return [[fragments[i] for i in members] for members in best_fit_decreasing(stop - start, token_budget)]
 
 
 def packed_lanes(
@@ -81,7 +81,7 @@ def packed_lanes(
     return np.where(in_pack, (seen_until - 1) // block_size - last_token // block_size, 0).sum(axis=1)
 
 
-def _best_fit_decreasing(sizes: Int[np.ndarray, " f"], budget: int) -> list[list[int]]:
+def best_fit_decreasing(sizes: Int[np.ndarray, " f"], budget: int) -> list[list[int]]:
     """Bins of indices: each size, largest first, goes where it leaves the least space (oldest such bin first).
 
     Bin contents are grouped by the space left; the set of spaces that occur is one Python integer used as a bit set, so
