@@ -59,10 +59,12 @@ TINY = Qwen3Config(
 def to_flax(source: str | Path, target: str | Path, *, dtype: DTypeLike | None = None) -> None:
     """Writes a checkpoint as an Orbax checkpoint (`params/`) beside config.json and tokenizer files.
 
-    `source` is a folder of either format or a hub id, `target` a new or empty folder; `dtype=None` keeps the stored
-    one. Raises ValueError or OSError with one sentence.
+    `source` is a Hugging Face folder or a hub id, `target` a new or empty folder; `dtype=None` keeps the stored one.
+    Raises ValueError or OSError with one sentence.
     """
     origin, folder = _folders(source, target)
+    if flax_folder.is_flax_folder(origin):
+        raise ValueError(f"{source} is an Orbax checkpoint already: to-flax takes Hugging Face's format, use to-hf")
     config, params = load_params(origin, dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)
     flax_folder.write_params(folder, params)
@@ -73,8 +75,14 @@ def to_flax(source: str | Path, target: str | Path, *, dtype: DTypeLike | None =
 def to_hf(
     source: str | Path, target: str | Path, *, dtype: DTypeLike | None = None, max_shard_size: int | str = "50GB"
 ) -> None:
-    """Writes a checkpoint in Hugging Face's format, which Transformers loads. Arguments and errors are `to_flax`'s."""
+    """Writes an Orbax checkpoint (of `to_flax`, or of a training run) in Hugging Face's format, which Transformers
+    loads. The other arguments and errors are `to_flax`'s."""
     origin, folder = _folders(source, target)
+    if not flax_folder.is_flax_folder(origin) and any(origin.glob("*.safetensors")):
+        raise ValueError(
+            f"{source} is in Hugging Face's format already: to-hf takes an Orbax checkpoint (of to-flax, or a "
+            "checkpoint-STEP of a training run); copy the folder, or use to-flax first to cast or shard it anew"
+        )
     save_pretrained(load_params(origin, dtype=dtype), folder, source=origin, max_shard_size=max_shard_size)
 
 
@@ -219,13 +227,21 @@ def round_trip() -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxtrl.convert", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="{to-flax,to-hf,verify}")
-    for name, text in (
-        ("to-flax", "write SRC as an Orbax checkpoint"),
-        ("to-hf", "write SRC as a Hugging Face checkpoint (safetensors)"),
-        ("verify", "compare two checkpoints tensor by tensor, and logits with Transformers where torch is installed"),
+    for name, source, text in (
+        ("to-flax", "a Hugging Face folder or hub id", "write SRC as an Orbax checkpoint"),
+        (
+            "to-hf",
+            "an Orbax checkpoint: of to-flax, or a checkpoint-STEP of a training run",
+            "write SRC as a Hugging Face checkpoint (safetensors)",
+        ),
+        (
+            "verify",
+            "a folder of either format, or a hub id",
+            "compare two checkpoints tensor by tensor, and logits with Transformers where torch is installed",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("source", metavar="SRC", help="a folder of either format, or a hub id")
+        command.add_argument("source", metavar="SRC", help=source)
         command.add_argument("target", metavar="DST", help="a checkpoint" if name == "verify" else "a new folder")
         if name == "verify":
             command.add_argument("--tolerance", type=float, default=0.0, help="largest allowed absolute difference (0)")

@@ -75,46 +75,59 @@ def _tiny_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _run(args: Any) -> None:
-    import jax
+    from jaxtrl.trainers.output_folder import begin_folder
+
+    begin_folder(Path(args.output_dir), args.resume_from_checkpoint, args.to_dict())
+    import jax  # its start takes seconds, in which a killed job should already be one that can be resumed
 
     from jaxtrl.hardware.memory import keep_freed_memory
-    from jaxtrl.trainers.model_source import tiny_model
+    from jaxtrl.trainers.checks import check_files
+    from jaxtrl.trainers.model_source import load_tokenizer, tiny_model
     from jaxtrl.trainers.sft_trainer import SFTTrainer
 
     if jax.default_backend() == "cpu":
         keep_freed_memory()
-    train, evaluation = _load_data(args)
-    model, tokenizer = (args.model_name_or_path, None) if args.model_name_or_path else tiny_model(args.seed)
+    sources = _data_sources(args)
+    model: Any = None
+    tokenizer = None
+    if args.model_name_or_path is not None:  # what is wrong with it is said before the data is read
+        model = check_files(args.model_name_or_path, args).source
+        tokenizer = load_tokenizer(model, args.trust_remote_code)
+    train, evaluation = (None if source is None else _load(source, args) for source in sources)
+    if model is None:
+        model, tokenizer = tiny_model(args.seed)
     trainer = SFTTrainer(model, args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer)
     trainer.train()
     if args.save_strategy == "no":
         trainer.save_model()
 
 
-def _load_data(args: Any) -> tuple[Any, Any]:
-    """(training data, evaluation data or None): the bundled chats where neither model nor data are named."""
+def _data_sources(args: Any) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
+    """(source, split) of the training and the evaluation data (None: no evaluation): the bundled chats where neither
+    model nor data are named."""
     from jaxtrl.assets import eval_data_path, sample_data_path
-    from jaxtrl.rows.sources import load_source
 
     wanted = args.eval_strategy != "no" or args.eval_on_start
     if args.dataset_name is None:
         if args.model_name_or_path is not None:
             raise ValueError("--dataset_name is missing: name the data to train on (a path, glob or hub id).")
-        return load_source(sample_data_path()), load_source(eval_data_path()) if wanted else None
-
-    def load(name: Any, split: str) -> Any:
-        return load_source(name, split=split, name=args.dataset_config, streaming=args.dataset_streaming)
-
-    train = load(args.dataset_name, args.dataset_train_split)
+        return (sample_data_path(), "train"), (eval_data_path(), "train") if wanted else None
+    train = (args.dataset_name, args.dataset_train_split)
     if not wanted:
         return train, None
     if args.eval_dataset_name is not None:
-        return train, load(
-            args.eval_dataset_name, "train" if _is_file(args.eval_dataset_name) else args.dataset_test_split
-        )
+        split = "train" if _is_file(args.eval_dataset_name) else args.dataset_test_split
+        return train, (args.eval_dataset_name, split)
     if _is_file(args.dataset_name):
         raise ValueError("--eval_dataset_name is missing: eval_strategy is set and a file has no test split.")
-    return train, load(args.dataset_name, args.dataset_test_split)
+    return train, (args.dataset_name, args.dataset_test_split)
+
+
+def _load(source: tuple[Any, str], args: Any) -> Any:
+    from jaxtrl.rows.sources import load_source
+
+    name, split = source
+    return load_source(name, split=split, name=args.dataset_config, streaming=args.dataset_streaming)
 
 
 def _is_file(name: Any) -> bool:

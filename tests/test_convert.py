@@ -15,6 +15,10 @@ from jaxtrl.model import flax_folder
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.hf import load_params, load_pretrained, model_params, save_pretrained
 from jaxtrl.model.qwen3 import init_params
+from jaxtrl.train.mesh import make_mesh
+from jaxtrl.trainers.model_source import tiny_model
+from jaxtrl.trainers.sft_config import SFTConfig
+from jaxtrl.trainers.sft_trainer import SFTTrainer
 from tests import fixture_t
 
 CONFIG = Qwen3Config.from_dict(fixture_t.CONFIG)
@@ -28,6 +32,13 @@ def hf(tmp_path):
     (folder / "tokenizer.json").write_text("tokens")
     (folder / "generation_config.json").write_text("generation")
     return folder
+
+
+@pytest.fixture
+def flax(hf, tmp_path):
+    """The same as an Orbax checkpoint."""
+    convert.to_flax(hf, tmp_path / "as_flax")
+    return tmp_path / "as_flax"
 
 
 def run(capsys, *argv) -> tuple[int, str, str]:
@@ -60,8 +71,9 @@ def test_load_pretrained_reads_a_flax_folder(hf, tmp_path):
 
 @pytest.mark.parametrize("command", ["to-flax", "to-hf"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtype_casts(hf, tmp_path, capsys, command, dtype):
-    assert run(capsys, command, hf, tmp_path / "out", "--dtype", dtype)[0] == 0
+def test_dtype_casts(hf, flax, tmp_path, capsys, command, dtype):
+    source = hf if command == "to-flax" else flax
+    assert run(capsys, command, source, tmp_path / "out", "--dtype", dtype)[0] == 0
     config, params = load_params(tmp_path / "out")
     assert config == CONFIG
     assert params["norm"]["scale"].dtype == np.dtype(convert.DTYPES[dtype])
@@ -103,9 +115,9 @@ def test_verify_of_other_shapes_and_names(hf, tmp_path, capsys):
     assert len(differences) == 23
 
 
-def test_a_tied_head_stored_twice_is_the_same_checkpoint(hf, tmp_path, capsys):
+def test_a_tied_head_stored_twice_is_the_same_checkpoint(flax, tmp_path, capsys):
     once, twice = tmp_path / "once", tmp_path / "twice"
-    convert.to_hf(hf, once, dtype=jnp.float32)
+    convert.to_hf(flax, once, dtype=jnp.float32)
     shutil.copytree(once, twice)
     tensors = load_file(once / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, twice / "model.safetensors")
@@ -113,7 +125,7 @@ def test_a_tied_head_stored_twice_is_the_same_checkpoint(hf, tmp_path, capsys):
     assert (code, out) == (0, "24 tensors: 24 identical in every byte, 0 differences\n")
 
 
-def test_errors_are_one_line(hf, tmp_path, capsys):
+def test_errors_are_one_line(hf, flax, tmp_path, capsys):
     full = tmp_path / "full"
     full.mkdir()
     (full / "x").write_text("")
@@ -126,10 +138,12 @@ def test_errors_are_one_line(hf, tmp_path, capsys):
         (("to-flax", hf, full), "full exists and is not an empty folder: give a new one"),
         (("to-hf", hf, full / "x"), "x exists and is not an empty folder"),
         (("to-hf", hf, hf), "exists and is not an empty folder"),
-        (("to-hf", broken, tmp_path / "out"), f"{shard.name} is truncated"),
+        (("to-hf", hf, tmp_path / "out"), "hf is in Hugging Face's format already: to-hf takes an Orbax checkpoint"),
+        (("to-hf", hf, tmp_path / "out", "--dtype", "float32"), "use to-flax first to cast"),
+        (("to-flax", flax, tmp_path / "out"), "as_flax is an Orbax checkpoint already"),
         (("to-flax", broken, tmp_path / "out"), f"{shard.name} is truncated"),
         (("verify", hf, broken), f"{shard.name} is truncated"),
-        (("to-hf", hf, tmp_path / "out", "--max_shard_size", "much"), "max_shard_size must be a positive number"),
+        (("to-hf", flax, tmp_path / "out", "--max_shard_size", "much"), "max_shard_size must be a positive number"),
     ):
         code, out, error = run(capsys, *argv)
         assert (code, out) == (1, "")
@@ -137,6 +151,24 @@ def test_errors_are_one_line(hf, tmp_path, capsys):
         assert error.count("\n") == 1
         assert message in error
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_training_checkpoint_converts_to_what_the_run_ends_with(tmp_path, capsys):
+    """Weights, tokenizer and generation config: the folder of the last checkpoint becomes that of the final model."""
+    model, tokenizer = tiny_model(0)
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_pretrained(model, source)
+    tokenizer.save_pretrained(source)
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
+    options = {"max_steps": 1, "save_steps": 1, "compile_cache": "off", "pad_to_multiple_of": "fixed:128"}
+    rows = [{"input_ids": [5, 6, 7]}] * 8
+    SFTTrainer(source, SFTConfig(output_dir=str(out), **options), train_dataset=rows, mesh=make_mesh(1)).train()
+    assert run(capsys, "to-hf", out / "checkpoint-1", tmp_path / "hf")[0] == 0
+    final = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    converted = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    assert set(final) - set(converted) == {"metrics.jsonl", "run.json"}
+    assert converted["generation_config.json"] == b'{"temperature": 0.6}'
+    assert all(content == final[name] for name, content in converted.items())
 
 
 @pytest.mark.parametrize(

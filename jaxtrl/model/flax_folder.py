@@ -40,17 +40,31 @@ def read_params(folder: Path) -> dict[str, Any]:
     """
     import orbax.checkpoint as ocp
 
-    path, name = (folder / PARAMS).absolute(), "its metadata"
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(read_shapes(folder))
+    arrays: list[np.ndarray] = []
+    for keys, _ in leaves:
+        with _opened(folder, jax.tree_util.keystr(keys, simple=True, separator=".")) as (checkpointer, path):
+            item, restore_args = (_nest(keys, leaf) for leaf in (0, ocp.RestoreArgs(restore_type=np.ndarray)))
+            args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
+            arrays += jax.tree.leaves(checkpointer.restore(path, args))
+    return jax.tree_util.tree_unflatten(treedef, arrays)
+
+
+def read_shapes(folder: Path) -> dict[str, Any]:
+    """The same nested dict with what has `shape` and `dtype` in place of the arrays, which are not read."""
+    with _opened(folder, "its metadata") as (checkpointer, path):
+        return checkpointer.metadata(path).item_metadata.tree
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[tuple[Any, Path]]:
+    """(Orbax reader, path of the parameters); what goes wrong inside is one ValueError, which says what was read."""
+    import orbax.checkpoint as ocp
+
+    path = (folder / PARAMS).absolute()
     try:
         with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            leaves, treedef = jax.tree_util.tree_flatten_with_path(checkpointer.metadata(path).item_metadata.tree)
-            arrays = []
-            for keys, _ in leaves:
-                name = jax.tree_util.keystr(keys, simple=True, separator=".")
-                item, restore_args = (_nest(keys, leaf) for leaf in (0, ocp.RestoreArgs(restore_type=np.ndarray)))
-                args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
-                arrays += jax.tree.leaves(checkpointer.restore(path, args))
-            return jax.tree_util.tree_unflatten(treedef, arrays)
+            yield checkpointer, path
     except Exception as error:  # Orbax and TensorStore raise a dozen types for a damaged folder
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

@@ -249,6 +249,14 @@ def load_params(
     return config, params if dtype is None else _cast_in_place(params, np.dtype(dtype))
 
 
+def check_weights(folder: Path, config: Qwen3Config) -> None:
+    """Raises as `load_params` would for weights that are missing, cut short or of other shapes; reads headers only."""
+    if flax_folder.is_flax_folder(folder):
+        check_params(config, flax_folder.read_shapes(folder), where=str(folder))
+    else:
+        match_tensors(config, open_tensors(folder), str(folder))
+
+
 def _cast_in_place(tree: dict[str, Any], dtype: np.dtype, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         if isinstance(value, dict):

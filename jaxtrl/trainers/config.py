@@ -36,7 +36,10 @@ class TrainConfig(metaclass=OptionsType):
         positional=True,
     )
     resume_from_checkpoint: bool | str | None = option(
-        None, "Continue from a checkpoint: true for the newest one in output_dir, or its path.", group="run"
+        None,
+        "Continue from a checkpoint: true for the newest one in output_dir (step 0 if its run has none yet, an error "
+        "if no run is there), auto for the same or a new run, or a checkpoint's path.",
+        group="run",
     )
     compile_cache: str = option(
         "auto",

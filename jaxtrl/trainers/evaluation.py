@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,43 +18,44 @@ class EvalPrediction(NamedTuple):
     label_ids: np.ndarray  # int32[n]
 
 
-class Evaluation(NamedTuple):
-    """Metrics with their names' prefix, and the predictions where `compute_metrics` wants them."""
-
-    metrics: dict[str, float | int]
-    predictions: EvalPrediction | None
-
-
 def evaluate(
     batches: Iterable[MicroBatch],
     run_eval: Callable[[MicroBatch], dict[str, Any]],
-    run_score: Callable[[MicroBatch], Any] | None,
+    run_score: Callable[[MicroBatch], Any],
     prefix: str,
-) -> Evaluation:
-    """`run_eval` gives the sums of a batch on the device, `run_score` (logp, entropy, hit) per term, or is None.
+    compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
+    compile_seconds: Callable[[], float] = lambda: 0.0,
+) -> dict[str, float | int]:
+    """Metrics of one data set: PREFIX_loss (token mean), PREFIX_entropy, PREFIX_mean_token_accuracy, PREFIX_num_tokens,
+    PREFIX_runtime (seconds, all of them), PREFIX_tokens_per_second (without compiling), and those of `compute_metrics`.
 
-    Metrics: PREFIX_loss (token mean), PREFIX_entropy, PREFIX_mean_token_accuracy, PREFIX_num_tokens, PREFIX_runtime.
+    `run_eval` gives the sums of a batch on the device, `run_score` (logp, entropy, hit) per term, which is called where
+    `compute_metrics` needs it; `compile_seconds` the seconds that this process has compiled.
     """
-    start, sums, parts, tokens = time.perf_counter(), [], [], 0
+    start, compiled, sums, parts, tokens = time.perf_counter(), compile_seconds(), [], [], 0
     for micro in batches:
         sums.append(run_eval(micro))
         tokens += micro.tokens
-        if run_score is not None:
+        if compute_metrics is not None:
             parts.append(trained_terms(micro, jax.device_get(run_score(micro))))
         if len(sums) > 1:
             jax.block_until_ready(sums[-2])  # no more than two batches wait on the device
     totals = {name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]}
     terms = max(totals["num_terms"], 1.0)
     seconds = time.perf_counter() - start
+    running = max(seconds - (compile_seconds() - compiled), 1e-9)
     metrics: dict[str, float | int] = {
         f"{prefix}_loss": totals["loss_sum"] / max(totals["denominator"], 1.0),
         f"{prefix}_entropy": totals["entropy_sum"] / terms,
         f"{prefix}_mean_token_accuracy": totals["hit_sum"] / terms,
         f"{prefix}_num_tokens": tokens,
         f"{prefix}_runtime": seconds,
-        f"{prefix}_tokens_per_second": tokens / seconds,
+        f"{prefix}_tokens_per_second": tokens / running,
     }
-    return Evaluation(metrics, _joined(parts) if run_score is not None else None)
+    if compute_metrics is None:
+        return metrics
+    own = compute_metrics(_joined(parts))
+    return metrics | {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in own.items()}
 
 
 def trained_terms(micro: MicroBatch, scores: Any) -> tuple[np.ndarray, ...]:

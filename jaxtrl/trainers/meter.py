@@ -1,7 +1,7 @@
 """Metrics between two logs. Scalars stay on the device until they are asked for, so that no step waits for them."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,14 @@ from jaxtrl.trainers.data import MicroBatch
 class Clock:
     """Seconds of training: evaluating, saving and compiling are left out of the speed."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._start = now()
         self._left_out = 0.0
         self._is_paused = False
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._start - self._left_out
+        return self._now() - self._start - self._left_out
 
     def leave_out(self, seconds: float) -> None:
         """The last `seconds` were no training (nothing new inside a pause)."""
@@ -28,13 +29,13 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        start, outer = time.perf_counter(), self._is_paused
+        start, outer = self._now(), self._is_paused
         self._is_paused = True
         try:
             yield
         finally:
             self._is_paused = outer
-            self.leave_out(time.perf_counter() - start)
+            self.leave_out(self._now() - start)
 
 
 class Meter:
@@ -51,8 +52,19 @@ class Meter:
         self.steps = 0
         self._pending: list[dict[str, float]] = []  # of the steps since the last log
         self._on_device: list[tuple[Any, dict[str, float]]] = []
-        self._window_start = clock.seconds()
+        self.start_window()
+
+    def start_window(self) -> None:
+        """From here on `speed` counts; what was before (reading a checkpoint, a first evaluation) is left out."""
         self._window = dict.fromkeys(("steps", "tokens", "flops"), 0.0)
+        self._window_start = self.clock.seconds()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is no training. The steps before are waited for: their seconds count, as they do."""
+        jax.block_until_ready(self._on_device)
+        with self.clock.paused():
+            yield
 
     def add(self, metrics: Any, micro_batches: Sequence[MicroBatch], flops: float) -> None:
         """The metrics of a step (a dict of float32 scalars, still being computed) and what it was given."""
@@ -97,8 +109,7 @@ class Meter:
         """(tokens, FLOPs, steps) per second since the last call."""
         seconds = max(self.clock.seconds() - self._window_start, 1e-9)
         tokens, flops, steps = (self._window[name] / seconds for name in ("tokens", "flops", "steps"))
-        self._window = dict.fromkeys(self._window, 0.0)
-        self._window_start = self.clock.seconds()
+        self.start_window()
         return tokens, flops, steps
 
     def train_loss(self) -> float:

@@ -11,14 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.assets import tokenizer_path
 from jaxtrl.model.config import Qwen3Config
-from jaxtrl.model.hf import load_params, resolve_model
+from jaxtrl.model.hf import check_weights, load_params, resolve_model
 from jaxtrl.model.qwen3 import Qwen3, model_params
 
+STORED_DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 class FoundModel(NamedTuple):
-    """A model whose weights are not read yet: the data is checked first."""
+    """A model whose weights are checked but not read yet: the data comes first."""
 
     config: Qwen3Config
     source: Path | None  # the folder; None for an instance
@@ -27,7 +28,10 @@ class FoundModel(NamedTuple):
 
 
 def find_model(model: str | Path | Qwen3) -> FoundModel:
-    """From a folder, a hub id or a `Qwen3`, whose arrays the trainer takes over."""
+    """From a folder, a hub id or a `Qwen3`, whose arrays the trainer takes over.
+
+    Raises FileNotFoundError, ValueError or TypeError for a folder whose config, index or weight headers are wrong.
+    """
     if isinstance(model, Qwen3):
         return FoundModel(model.config, None, "float32", lambda: model_params(model))
     if not isinstance(model, str | Path):
@@ -36,6 +40,9 @@ def find_model(model: str | Path | Qwen3) -> FoundModel:
     config = Qwen3Config.from_pretrained(folder)
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     stored = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    if stored not in STORED_DTYPES:
+        raise ValueError(f"{folder / 'config.json'}: dtype {stored!r} is none of {', '.join(STORED_DTYPES)}.")
+    check_weights(folder, config)
     return FoundModel(config, folder, stored, lambda: load_params(folder, dtype=np.float32)[1])
 
 

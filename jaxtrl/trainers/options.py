@@ -7,6 +7,7 @@ and fail with the same sentence.
 import dataclasses
 import difflib
 import enum
+import inspect
 import json
 import math
 import numbers
@@ -161,12 +162,29 @@ def check_names(classes: Iterable[type], names: Iterable[str], what: str) -> Non
     for cls in classes:
         known |= set(fields_of(cls))
         refused |= getattr(cls, "REFUSED", {})
+    refuse_names(names, known, refused, what)
+
+
+def refuse_names(names: Iterable[str], known: Iterable[str], refused: Mapping[str, str], what: str) -> None:
+    """`check_names` for names that are known, or refused with a reason, by themselves."""
     wrong = [name for name in names if name not in known]
     reasons = [f"{name} ({refused[name]})" for name in wrong if name in refused]
     if reasons:
         raise ValueError(f"not supported by jaxtrl: {'; '.join(reasons)}")
     if wrong:
         raise TypeError(f"unknown {what} {wrong[0]!r}{nearest(wrong[0], known)}")
+
+
+def refuse_arguments(
+    names: Iterable[str], function: Callable[..., Any], options: type, refused: Mapping[str, str]
+) -> None:
+    """Raises, as `check_names` does, for keyword arguments that `function` has no parameter for.
+
+    `refused` gives reasons; a name of `options` is sent to `function`'s parameter `args`.
+    """
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    misplaced = {name: f"it is an option: pass args={options.__name__}({name}=...)" for name in fields_of(options)}
+    refuse_names(names, known, {**getattr(options, "REFUSED", {}), **misplaced, **refused}, "argument")
 
 
 class OptionsType(type):

@@ -1,4 +1,4 @@
-"""Options of TRL 1.16 and Transformers 5 that jaxtrl refuses by name, each with the reason a user reads."""
+"""Options and arguments of TRL 1.16 and Transformers 5 that jaxtrl refuses by name, with the reason a user reads."""
 
 _TORCH = "a setting of PyTorch"
 _HUB = "nothing is uploaded: use `hf upload` on output_dir after the run"
@@ -97,6 +97,21 @@ SFT = {
     "padding_free": "always on: the sequences of a batch are one row of tokens per device",
     "activation_offloading": "activations are recomputed: use gradient_checkpointing",
     "pad_token": "padding is never seen by attention or loss, so its id does not matter",
+}
+
+# Keyword arguments of TRL's and Transformers' trainers, today's and older ones.
+ARGUMENTS = {
+    "tokenizer": "it is called processing_class",
+    "data_collator": "batches are token rows built by jaxtrl: prepare the data with formatting_func, or pass input_ids "
+    "and labels",
+    "model_init": "pass a path, a hub id or a Qwen3 as model; SFTConfig(seed=...) decides random weights",
+    "compute_loss_func": "the loss is part of the compiled step: use SFTConfig(loss_type=...), or your own loop with "
+    "make_sft_step",
+    "optimizer_cls_and_kwargs": "pass optimizers=(optax transformation, learning-rate schedule or None)",
+    "preprocess_logits_for_metrics": "logits are never kept: compute_metrics gets log-prob, entropy and hit of each "
+    "trained token",
+    "quantization_config": _QUANTISED,
+    "peft_config": f"{_LORA}: leave it out",
 }
 
 # Fields of trl.ModelConfig, trl.ScriptArguments and trl.DatasetMixtureConfig, which TRL's sft command takes too.

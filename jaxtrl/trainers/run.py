@@ -6,6 +6,7 @@ from jaxtrl.train.checkpoint import CheckpointWriter, remove_leftovers
 from jaxtrl.trainers import saving
 from jaxtrl.trainers.config import TrainConfig
 from jaxtrl.trainers.logging import Metrics, MetricsFile, open_trackers, trim_metrics
+from jaxtrl.trainers.output_folder import METRICS_FILE, start_run
 
 
 class Run:
@@ -21,12 +22,12 @@ class Run:
     ):
         self.folder = folder
         options = args.to_dict()
-        self.run_id = saving.start_run(folder, run_id, options)
+        self.run_id = start_run(folder, run_id, options)
         remove_leftovers(folder)
         steps = saving.own_steps(folder, self.run_id)
         self.checkpoints = CheckpointWriter(folder, args.save_total_limit, steps, files)
-        trim_metrics(folder / "metrics.jsonl", resume_step)
-        self._metrics = MetricsFile(folder / "metrics.jsonl")
+        trim_metrics(folder / METRICS_FILE, resume_step)
+        self._metrics = MetricsFile(folder / METRICS_FILE)
         self._trackers = open_trackers(
             args.report_to or [],
             folder=folder,

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +12,7 @@ from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.order import DataPosition
 from jaxtrl.train.checkpoint import CheckpointError, find_checkpoints, read_metadata, step_of
 from jaxtrl.trainers.callbacks import TrainerState
-
-RUN_FILE = "run.json"
+from jaxtrl.trainers.output_folder import check_resume, read_run_id
 
 
 class Resumed(NamedTuple):
@@ -30,37 +27,31 @@ class Resumed(NamedTuple):
 
 
 def find_resume_path(resume: bool | str | Path | None, folder: Path) -> Path | None:
-    """The checkpoint to resume from: None, the newest complete one of the run in `folder` (True), or a given path.
+    """The checkpoint to resume from: None, the newest complete one of the run in `folder` (True, "auto"), or a path.
 
-    Unlike Transformers, True starts a new run where there is no checkpoint yet, so that a job that is killed before its
-    first checkpoint can be started again with the same command. A path that is no checkpoint raises CheckpointError.
+    None too where the run was killed before its first checkpoint: it starts again at step 0. Raises ValueError where
+    `resume` is True and `folder` holds no run at all ("auto" then starts one) and where a path is no checkpoint.
     """
     if resume is None or resume is False:
         return None
-    if resume is not True:
+    if resume is not True and resume != "auto":
         read_metadata(resume, "run")
         return Path(resume)
+    check_resume(resume, folder)
     run_id = read_run_id(folder)
     own = [path for path in find_checkpoints(folder) if run_id in (None, read_metadata(path, "run")["run_id"])]
     return own[-1] if own else None
 
 
-def read_run_id(folder: Path) -> str | None:
-    """Which run the folder belongs to; older checkpoints of other runs may still lie in it."""
-    try:
-        return json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["run_id"]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def start_run(folder: Path, run_id: str | None, options: dict[str, Any]) -> str:
-    """Write run.json (the run's id and options), at once or not at all. Returns the id, a new one where it is None."""
-    run_id = run_id or uuid.uuid4().hex
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{RUN_FILE}.tmp"
-    temporary.write_text(json.dumps({"run_id": run_id, "options": options}, indent=2, default=str) + "\n")
-    os.replace(temporary, folder / RUN_FILE)
-    return run_id
+def describe_start(resume: bool | str | Path | None, path: Path | None, folder: Path) -> list[str]:
+    """What is said of the checkpoint `path` that `find_resume_path` gave for `resume`, and of others in `folder`."""
+    if path is not None:
+        return [f"resuming from {path}"]
+    lines = [f"no checkpoint of this run in {folder} yet: starting at step 0"] if resume else []
+    if others := find_checkpoints(folder):
+        end = "it is not continued, and replaced when this run comes to its step"
+        lines.append(f"{others[-1]} is of an earlier run: {end}")
+    return lines
 
 
 def own_steps(folder: Path, run_id: str) -> tuple[int, ...]:
@@ -102,17 +93,14 @@ def check_facts(path: Path, stored: dict[str, Any], current: dict[str, Any]) -> 
             )
 
 
-def companion_files(config: Qwen3Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """config.json and the tokenizer's files, which make a checkpoint a model that can be loaded."""
+def companion_files(
+    config: Qwen3Config, tokenizer: PreTrainedTokenizerBase, source: Path | None = None
+) -> dict[str, bytes]:
+    """What makes a checkpoint a model that can be loaded and converted: config.json, the tokenizer's files and the
+    generation_config.json of `source`, the folder that the model came from."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    if source is not None and (generation := source / "generation_config.json").is_file():
+        files[generation.name] = generation.read_bytes()
     return {**files, "config.json": (json.dumps(config.to_dict(), indent=2) + "\n").encode()}
-
-
-def make_folder(folder: Path) -> None:
-    """Makes the output folder; raises ValueError naming the option where it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output_dir {folder} cannot be made ({error.strerror}): give another folder.") from None

@@ -18,18 +18,20 @@ from jaxtrl.model.hf import save_pretrained
 from jaxtrl.model.qwen3 import Qwen3, model_graphdef
 from jaxtrl.rows.chat import set_chat_template
 from jaxtrl.rows.order import BatchSizes, DataPosition
-from jaxtrl.train.checkpoint import find_checkpoints, restore, step_of
+from jaxtrl.train.checkpoint import restore, step_of
 from jaxtrl.train.compiled import Program, Programs
 from jaxtrl.train.mesh import make_mesh, row_count
 from jaxtrl.train.state import TrainState
-from jaxtrl.trainers import report, saving
+from jaxtrl.trainers import refused, report, saving
 from jaxtrl.trainers.callbacks import Callbacks, TrainerControl, TrainerState
+from jaxtrl.trainers.checks import check_files
 from jaxtrl.trainers.data import Batches
 from jaxtrl.trainers.evaluation import EvalPrediction, evaluate
 from jaxtrl.trainers.extent import Extent
-from jaxtrl.trainers.logging import Display, append_metrics, check_trackers
+from jaxtrl.trainers.logging import Display, append_metrics
 from jaxtrl.trainers.meter import Clock, Meter
-from jaxtrl.trainers.model_source import find_model, load_tokenizer
+from jaxtrl.trainers.model_source import load_tokenizer
+from jaxtrl.trainers.options import refuse_arguments
 from jaxtrl.trainers.prefetch import prefetch
 from jaxtrl.trainers.run import Run
 from jaxtrl.trainers.sft_config import SFTConfig
@@ -78,15 +80,15 @@ class SFTTrainer:
         optimizers: tuple[optax.GradientTransformation | None, Callable[[int], Any] | None] = (None, None),
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
         mesh: Mesh | None = None,
+        **unsupported: Any,
     ):
+        refuse_arguments(unsupported, SFTTrainer, SFTConfig, refused.ARGUMENTS)
         self.args = args = SFTConfig() if args is None else args
-        check_trackers(args.report_to or [])
-        saving.make_folder(Path(str(args.output_dir)))
+        found = check_files(model, args)
         self.display = Display(None if args.disable_tqdm is None else not args.disable_tqdm)
         self.compile_cache = enable_compile_cache(args.compile_cache)
         self.mesh = make_mesh() if mesh is None and jax.device_count() > 1 else mesh
 
-        found = find_model(model)
         self.config = found.config
         self._source, self._stored_dtype = found.source, found.stored_dtype
         self.processing_class = processing_class or load_tokenizer(found.source, args.trust_remote_code)
@@ -109,6 +111,7 @@ class SFTTrainer:
         self._optimizers = optimizers
         self.compute_metrics = compute_metrics
         self.clock = Clock()
+        self.meter = Meter(self.clock)
         self.programs = Programs(self._say_compiled)
         self.steps = SFTSteps(self.config, args, self.mesh, self.programs)
         self.state, self.control = TrainerState(), TrainerControl()
@@ -122,8 +125,8 @@ class SFTTrainer:
         """Train to the end; the model is saved in `output_dir` unless `save_strategy` is "no".
 
         `resume_from_checkpoint`: a checkpoint folder, or True for the newest complete one of the run in `output_dir`
-        (where there is none yet, training starts at step 0). Resuming continues bit for bit; a checkpoint of another
-        model, optimizer, dtype, shape set or data raises CheckpointError.
+        (step 0 where it has none yet; ValueError where there is no run; "auto" then starts one). Resuming continues
+        bit for bit; a checkpoint of another model, optimizer, dtype, shape set or data raises CheckpointError.
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         position = self._begin(resume)
@@ -141,6 +144,7 @@ class SFTTrainer:
         self._call("on_train_begin")
         if self.args.eval_on_start and state.global_step == 0:
             self.evaluate()
+        meter.start_window()
         while state.global_step < state.max_steps and not control.should_training_stop:
             epoch, control.should_epoch_stop = position.epoch, False
             self._call("on_epoch_begin")
@@ -202,7 +206,8 @@ class SFTTrainer:
         self.state.compute_steps(args, total)
         self.state.max_steps, self.state.num_train_epochs = total, self._extent.epochs
         run_id, step = (None, None) if resumed is None else (resumed.run_id, self.state.global_step)
-        self._run = Run(folder, args, run_id, step, saving.companion_files(self.config, self.processing_class))
+        files = saving.companion_files(self.config, self.processing_class, self._source)
+        self._run = Run(folder, args, run_id, step, files)
         self._introduce(resume, path)
         self.display.start(total, self.state.global_step)
         return position
@@ -253,24 +258,22 @@ class SFTTrainer:
         params = self.steps.place(self.params)
         metrics: dict[str, float | int] = {}
         for name, batches in chosen.items():
-            result = evaluate(
-                batches.in_order(row_count(self.mesh)),
-                lambda micro: self.steps.evaluate(params, micro),
-                (lambda micro: self.steps.score(params, micro)) if self.compute_metrics else None,
-                prefix := metric_key_prefix + name.removeprefix("eval"),
-            )
-            metrics |= result.metrics
-            if self.compute_metrics is not None and result.predictions is not None:
-                own = self.compute_metrics(result.predictions)
-                metrics |= {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in own.items()}
+            with self.meter.paused():
+                metrics |= evaluate(
+                    batches.in_order(row_count(self.mesh)),
+                    lambda micro: self.steps.evaluate(params, micro),
+                    lambda micro: self.steps.score(params, micro),
+                    metric_key_prefix + name.removeprefix("eval"),
+                    self.compute_metrics,
+                    lambda: self.programs.seconds,
+                )
         self.log(metrics)
         self._call("on_evaluate", metrics=metrics)
         return metrics
 
     def _evaluate_for_best(self) -> None:
         """Evaluate during training, and note whether it is the best so far."""
-        with self.clock.paused():
-            metrics = self.evaluate()
+        metrics = self.evaluate()
         wanted = self.args.metric_for_best_model
         if wanted is None:
             return
@@ -311,7 +314,7 @@ class SFTTrainer:
     def _save_checkpoint(self, position: DataPosition) -> None:
         assert self._run is not None
         state, writer = self.state, self._run.checkpoints
-        with self.clock.paused():
+        with self.meter.paused():
             if state.best_global_step == state.global_step:
                 state.best_model_checkpoint = str(writer.path(state.global_step))
             metadata = saving.checkpoint_metadata(
@@ -377,14 +380,8 @@ class SFTTrainer:
         if example is not None:
             self.display.say("example (trained tokens are marked):")
             self.display.show(report.show_sample(self.processing_class, example))
-        if path is not None:
-            self.display.say(f"resuming from {path}")
-        elif resume:
-            self.display.say(f"no checkpoint of this run in {self.args.output_dir} yet: starting at step 0")
-        if path is None and (others := find_checkpoints(str(self.args.output_dir))):
-            self.display.say(
-                f"{others[-1]} is of an earlier run: it is not continued, and replaced when this run comes to its step"
-            )
+        for line in saving.describe_start(resume, path, Path(str(self.args.output_dir))):
+            self.display.say(line)
 
     def _say_compiled(self, program: Program) -> None:
         self.clock.leave_out(program.seconds)

@@ -10,7 +10,7 @@ from datasets import IterableDataset
 
 from jaxtrl.train.checkpoint import CheckpointError
 from jaxtrl.trainers.callbacks import TrainerCallback
-from jaxtrl.trainers.saving import read_run_id
+from jaxtrl.trainers.output_folder import begin_folder, check_resume, read_run_id
 from tests.trainers.conftest import token_rows
 
 
@@ -142,11 +142,44 @@ def test_resume_of_a_stream(make_trainer, stop):
     assert metrics(whole) == metrics(resumed)
 
 
-def test_true_starts_anew_where_there_is_no_checkpoint(make_trainer, capsys):
-    trainer = make_trainer(max_steps=2)
-    trainer.train(resume_from_checkpoint=True)
+def test_true_starts_anew_where_a_run_was_killed_before_its_first_checkpoint(make_trainer, tmp_path, capsys):
+    begin_folder(tmp_path / "out", None, {})  # what the command leaves first of all
+    trainer = make_trainer(max_steps=2, resume_from_checkpoint=True)
+    trainer.train()
     assert trainer.state.global_step == 2
     assert "no checkpoint of this run" in capsys.readouterr().out
+
+
+def test_true_is_refused_where_there_is_no_run_and_auto_starts_one(make_trainer, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"output_dir .*mistyped does not exist, so there is nothing to continue"):
+        make_trainer("mistyped", resume_from_checkpoint=True)
+    assert not (tmp_path / "mistyped").exists()
+    with pytest.raises(ValueError, match=r"output_dir .*out holds no run of jaxtrl"):
+        make_trainer().train(resume_from_checkpoint=True)
+    first = make_trainer(max_steps=2, save_strategy="steps", save_steps=1)
+    first.train(resume_from_checkpoint="auto")
+    assert "no checkpoint of this run" in capsys.readouterr().out
+    again = make_trainer(max_steps=3, resume_from_checkpoint="auto")
+    rows = record_rows(again)
+    again.train()
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize("trace", ["run.json", "metrics.jsonl", "checkpoint-3"])
+def test_any_trace_of_a_run_is_one(tmp_path, trace):
+    (tmp_path / "notes.txt").write_text("not ours")
+    with pytest.raises(ValueError, match="holds no run"):
+        check_resume(True, tmp_path)
+    (tmp_path / trace).mkdir() if "." not in trace else (tmp_path / trace).write_text("")
+    check_resume(True, tmp_path)
+
+
+def test_a_new_command_does_not_disown_the_run_in_its_folder(tmp_path):
+    """It may fail before it trains, and the checkpoints of the earlier run are still there."""
+    begin_folder(tmp_path / "out", None, {})
+    first = read_run_id(tmp_path / "out")
+    begin_folder(tmp_path / "out", None, {})
+    assert read_run_id(tmp_path / "out") == first is not None
 
 
 def test_resuming_a_finished_run_trains_nothing(make_trainer):
