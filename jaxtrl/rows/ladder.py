@@ -1,32 +1,35 @@
 """The fixed set of shapes that batches are padded to, so that few programs are compiled (DESIGN.md section 8).
 
-A batch's class is a pure function of its rows and of the set. Under `auto` the token sizes have two significant bits
-(128, 256, 384, 512, 768, 1,024, 1,536, ...); slots and lanes follow the token size in a few steps, so that a program is
-one (tokens, slots, lanes) class. Measured over 500 batches of 4 multi-turn chats with all tokens trained: 11 programs,
-17 % padding, 1.31 attention blocks visited per needed one; cut to 512 tokens: 4 programs, 15 %, 1.37. With
-assistant-only loss the slots vary too: 21 and 10 programs, with 17 and 19 % unused slots.
+A batch's class is a pure function of what its rows need and of the set. Under `auto` the token sizes have two
+significant bits (128, 256, 384, 512, 768, 1,024, 1,536, ...); slots and lanes follow the token size in a few steps, so
+that a program is one (tokens, slots, lanes) class. What a run's batches need is known before its first step: `fit`
+then lists the classes, merged upwards until they are few enough.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from .batch import Row, ShapeClass, pad_visible
-from .blocks import DEFAULT_BLOCK_SIZE, count_lanes
+from .batch import Row, ShapeClass
+from .blocks import DEFAULT_BLOCK_SIZE
+from .merge import best_sizes, cost, covering_classes, merge_classes
+from .needs import Need, Needs, need_of
 
 AUTO_UNIT = 128  # tokens; `auto` and slots count in this unit whatever the block size
-SETTINGS = '"auto", a multiple such as 128, "none" or "fixed:N"'
+AUTO_PROGRAMS = 12  # classes of a run under `auto`
+MERGED_AT_ONCE = 1000  # classes; where a rule gives more, merging starts from those of `auto`
+SETTINGS = '"auto", a multiple such as 128, "optimal:K", "fixed:N" or "none"'
 
 
 @dataclass(frozen=True)
 class ShapeSet:
     """Which shapes batches may have.
 
-    `rule` is "auto", "multiple" (of `size` tokens), "none" (exact, only the last block is filled) or "fixed" (always
-    `size` tokens). With `classes` (smallest first) a batch takes the first class that holds it; none is an error.
+    `rule` is "auto", "multiple" (of `size` tokens), "none" (exact, only the last block is filled), "fixed" (always
+    `size` tokens) or "optimal" (`size` classes chosen by `fit`). With `classes` (fewest tokens first) a batch takes the
+    first class that holds it; where none does, that of the rule ("optimal": of "auto").
     """
 
     rule: str
@@ -36,11 +39,12 @@ class ShapeSet:
 
     @classmethod
     def from_setting(cls, setting: str | int, block_size: int = DEFAULT_BLOCK_SIZE) -> "ShapeSet":
-        """The set that `pad_to_multiple_of` names: "auto", an int, "none" or "fixed:N"; anything else raises."""
+        """The set that `pad_to_multiple_of` names: "auto", an int, "optimal:K", "fixed:N" or "none"; else raises."""
         if setting in ("auto", "none"):
             return cls(str(setting), 0, block_size)
         rule, _, number = str(setting).rpartition(":")
-        if isinstance(setting, bool) or rule not in ("", "fixed") or not number.isdecimal() or int(number) < 1:
+        known = not isinstance(setting, bool) and rule in ("", "fixed", "optimal")
+        if not known or not number.isdecimal() or int(number) < 1:
             raise ValueError(f"pad_to_multiple_of is {setting!r}: give {SETTINGS}")
         if rule == "fixed" and int(number) % block_size:
             raise ValueError(
@@ -48,10 +52,33 @@ class ShapeSet:
             )
         return cls(rule or "multiple", int(number), block_size)
 
+    def fit(self, needs: Needs, max_programs: int | None = None) -> "ShapeSet":
+        """The set for a run whose batches need `needs`: at most `max_programs` classes (None: 12 under "auto").
+
+        A set whose rule gives few enough stays as it is; else classes are merged upwards, always the two that add the
+        least cost. "optimal" lists the token sizes that waste least, "fixed" its one, each with the slots and lanes
+        that its batches need. Deterministic; the same batches in another order give the same set.
+        """
+        limit = AUTO_PROGRAMS if max_programs is None and self.rule == "auto" else max_programs
+        if not len(needs.tokens):
+            return self
+        if self.rule == "optimal":
+            sizes = best_sizes(needs.tokens, min(self.size, limit or self.size), self.block_size)
+            return self._with(covering_classes(needs, sizes, AUTO_UNIT))
+        if self.rule == "fixed":
+            largest = Need(*(int(field.max()) for field in needs))
+            return self._with([self._rounded(largest, self.token_class(largest.tokens))])
+        counts = Counter(map(self._by_rule, needs.each()))
+        if limit is None or len(counts) <= limit:
+            return self
+        if len(counts) > MERGED_AT_ONCE:
+            counts = Counter(map(replace(self, rule="auto")._by_rule, needs.each()))
+        return self._with(merge_classes(counts, limit, self.block_size))
+
     def token_class(self, tokens: int) -> int:
         """The padded length of a row of `tokens` tokens by the rule: a positive multiple of the block size."""
         tokens = max(tokens, 1)
-        if self.rule == "auto":
+        if self.rule in ("auto", "optimal"):
             return _two_bits(tokens, math.lcm(AUTO_UNIT, self.block_size))
         if self.rule == "fixed":
             if tokens > self.size:
@@ -61,22 +88,16 @@ class ShapeSet:
             return self.size
         return _round_up(_round_up(tokens, self.size or 1), self.block_size)
 
-    def classify(self, rows: Sequence[Row]) -> ShapeClass:
-        """The class of a batch of one row per device: the largest row in each dimension, rounded up by the set.
+    def class_of(self, need: Need) -> ShapeClass:
+        """The class of a batch whose largest rows need this. Raises ValueError for more tokens than "fixed" has."""
+        for shape in self.classes:
+            if all(map(int.__le__, need[:4], shape)):
+                return shape
+        return self._by_rule(need)
 
-        Raises ValueError when the set is bounded ("fixed:N", `classes`) and does not hold the batch.
-        """
-        if self.classes:
-            return self._listed_class(rows)
-        need = self._needed(rows, self.token_class(_most(rows, "input_ids")))
-        if self.rule == "none":
-            return need
-        blocks = need.tokens // self.block_size
-        if self.rule == "fixed":
-            slots, lanes = _doubled(need.tokens, need.slots), _all_lanes(blocks)
-        else:
-            slots, lanes = _slot_class(rows, need), _lane_class(need.lanes, blocks)
-        return ShapeClass(need.tokens, slots, _doubled(slots, need.terms), lanes)
+    def classify(self, rows: Sequence[Row]) -> ShapeClass:
+        """The class of a batch of one row per device."""
+        return self.class_of(need_of(rows, self.block_size))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` gives the same set back."""
@@ -93,27 +114,29 @@ class ShapeSet:
         classes = tuple(ShapeClass(*shape) for shape in data["classes"])
         return cls(data["rule"], data["size"], data["block_size"], classes)
 
-    def _needed(self, rows: Sequence[Row], tokens: int) -> ShapeClass:
-        """The exact sizes of the batch at this row length; terms are never fewer than slots (in SFT they are equal)."""
-        slots = max(1, _most(rows, "slot_index"))
-        lanes = max(count_lanes(pad_visible(row.visible_until, tokens), self.block_size) for row in rows)
-        return ShapeClass(tokens, slots, max(slots, _most(rows, "term_slot")), lanes)
+    def _by_rule(self, need: Need) -> ShapeClass:
+        """The sizes rounded up by the rule; terms are never fewer than slots (in SFT they are equal)."""
+        tokens = self.token_class(need.tokens)
+        if self.rule == "none":
+            slots = max(1, need.slots)
+            return ShapeClass(tokens, slots, max(slots, need.terms), max(1, need.lanes))
+        if self.rule == "fixed":
+            slots = _doubled(tokens, need.slots)
+            return ShapeClass(tokens, slots, _doubled(slots, need.terms), _all_lanes(tokens // self.block_size))
+        return self._rounded(need, tokens)
 
-    def _listed_class(self, rows: Sequence[Row]) -> ShapeClass:
-        tokens = _most(rows, "input_ids")
-        for shape in self.classes:
-            if tokens <= shape.tokens and all(map(int.__le__, self._needed(rows, shape.tokens), shape)):
-                return shape
-        need = self._needed(rows, _round_up(max(tokens, 1), self.block_size))
-        raise ValueError(
-            f"a batch needs {need} but the largest shape of this run is {self.classes[-1]}: start anew with this data"
+    def _rounded(self, need: Need, tokens: int) -> ShapeClass:
+        """Slots and lanes that follow `tokens` in a few steps."""
+        slots = _slot_class(need, tokens)
+        return ShapeClass(
+            tokens, slots, _doubled(slots, need.terms), _lane_class(need.lanes, tokens // self.block_size)
         )
 
+    def _with(self, classes: Sequence[ShapeClass]) -> "ShapeSet":
+        def order(shape: ShapeClass) -> tuple:
+            return shape.tokens, cost(shape, self.block_size), shape
 
-def _most(rows: Sequence[Row], name: str) -> int:
-    if not rows:
-        raise ValueError("a batch needs one row per device but has none")
-    return max(len(getattr(row, name)) for row in rows)
+        return replace(self, classes=tuple(sorted(set(classes), key=order)))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -134,18 +157,18 @@ def _doubled(size: int, need: int) -> int:
     return size
 
 
-def _slot_class(rows: Sequence[Row], need: ShapeClass) -> int:
+def _slot_class(need: Need, tokens: int) -> int:
     """N, the two-bit multiple of 128 below N, or that halved down to N / 16; a multiple of N where a trie forks a lot.
 
     The first token of each sample counts here, so that rows with all tokens trained have N slots: one class, not two.
     """
-    count = max(1, *(len(row.slot_index) + int(np.count_nonzero(row.position_ids == 0)) for row in rows))
-    units = (need.tokens - 1) // AUTO_UNIT
+    count = max(1, need.slots + need.starts)
+    units = (tokens - 1) // AUTO_UNIT
     step = 1 << max(0, units.bit_length() - 2)
-    below = units // step * step * AUTO_UNIT or need.tokens // 2
+    below = units // step * step * AUTO_UNIT or tokens // 2
     if count > below:
-        return _doubled(need.tokens, need.slots)
-    while below // 2 >= max(count, need.tokens // 16):
+        return _doubled(tokens, need.slots)
+    while below // 2 >= max(count, tokens // 16):
         below //= 2
     return below
 

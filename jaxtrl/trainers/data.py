@@ -5,7 +5,8 @@ micro-batch become one token row.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ from jaxtyping import Int
 from jaxtrl.rows.batch import Row, RowBatch, Sample, ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.rows.ladder import ShapeSet
+from jaxtrl.rows.needs import Documents, Needs, need_of
 from jaxtrl.rows.order import BatchSizes, DataPosition, epoch_order, micro_batches
-from jaxtrl.rows.pack import Fragment, cut_sample, pack_indices, packed_lanes
+from jaxtrl.rows.pack import Fragment, cut_sample, pack_indices
 
 STREAM_LOT = 1000  # sequences of a stream that are packed together, as in TRL
 Line = list[Sample]  # the sequences of one line
@@ -50,27 +52,12 @@ class Lines:
         self.packing = packing
         lengths, trained = _count_tokens(self.dataset)
         self._packs: list[list[Fragment]] | None = None
+        self.documents = Documents(lengths, trained, np.arange(len(lengths) + 1))
         if packing is not None:
             self._packs = pack_indices(lengths, packing.length, packing.strategy)
-        self._trained = trained
-        self.count = len(lengths) if self._packs is None else len(self._packs)
+            self.documents = _packed_documents(self.dataset, self._packs, lengths, trained)
+        self.count = len(self.documents.first) - 1
         self.fingerprint = zlib.crc32(np.stack([lengths, trained]).tobytes())
-
-    def most_trained(self, lines: int) -> int:
-        """Trained tokens that no choice of so many packed rows exceeds."""
-        each = [
-            sum(min(stop - start - 1, int(self._trained[index])) for index, start, stop in pack)
-            for pack in self._packs or []
-        ]
-        return int(np.sort(each)[-lines:].sum()) if each else 0
-
-    def most_lanes(self, lines: int, block: int) -> int:
-        """Attention lanes that no choice of so many packed rows, each filled up with one document, exceeds."""
-        assert self.packing is not None
-        length = self.packing.length
-        filled = [[*pack, (0, 0, length - sum(stop - start for _, start, stop in pack))] for pack in self._packs or []]
-        each = packed_lanes(filled, length, block)
-        return int(np.sort(each)[-lines:].sum())
 
     def epoch(self, seed: int, epoch: int, offset: int = 0, shuffle: bool = True) -> list[int]:
         """The numbers of the lines of an epoch in their order, from `offset` on."""
@@ -145,7 +132,29 @@ def _count_tokens(dataset: Dataset) -> tuple[Int[np.ndarray, "n"], Int[np.ndarra
     return np.concatenate(lengths), np.concatenate(trained)
 
 
+def _packed_documents(
+    dataset: Dataset, packs: list[list[Fragment]], lengths: Int[np.ndarray, "n"], trained: Int[np.ndarray, "n"]
+) -> Documents:
+    """The documents of packed lines; those that were cut are counted anew."""
+    index, start, stop = np.array([piece for pack in packs for piece in pack], np.int64).reshape(-1, 3).T
+    counts = trained[index]
+    cut = np.flatnonzero(stop - start < lengths[index])
+    for part in np.split(cut, range(1024, len(cut), 1024)):
+        for piece, sample in zip(part.tolist(), read_samples(dataset, index[part].tolist()), strict=True):
+            counts[piece] = np.count_nonzero(sample.loss_mask[start[piece] + 1 : stop[piece]])
+    return Documents(stop - start, counts, np.append(0, np.cumsum([len(pack) for pack in packs])).astype(np.int64))
+
+
 # Batches
+
+
+class RunBatches(NamedTuple):
+    """What the micro-batches of a run need, known before its first step from lengths alone. int64[m]."""
+
+    step: Int[np.ndarray, " m"]  # optimizer step within the run, from 0
+    needs: Needs  # the largest row of each, field by field
+    tokens: Int[np.ndarray, " m"]  # of all devices, without padding
+    blocks: Int[np.ndarray, " m"]  # block pairs that attention needs, of all devices
 
 
 class Batches:
@@ -161,13 +170,24 @@ class Batches:
         per_device: int,
         setting: str | int = "auto",
         block: int = DEFAULT_BLOCK_SIZE,
+        max_programs: int | None = None,
     ):
         self.lines = lines
         self.block = block
         self.per_device = per_device
+        self.max_programs = max_programs
         one_class = lines.packing is not None and setting == "auto"
-        self.shapes = _packed_shapes(lines, per_device, block) if one_class else ShapeSet.from_setting(setting, block)
+        self._one_class = one_class
         self._line_length = lines.packing.length if one_class and lines.packing is not None else 0
+        self._documents = lines.documents if isinstance(lines, Lines) else None
+        if self._documents is not None and self._line_length % block == 0 and self._line_length:
+            self._documents = self._documents.filled(self._line_length)
+        self.shapes = ShapeSet.from_setting(setting, block)
+        if one_class:
+            self.shapes = _packed_shapes(lines, self._documents, per_device, block)
+        if self._documents is None and (self.shapes.rule == "optimal" or max_programs is not None):
+            name = "max_programs" if max_programs is not None else f"pad_to_multiple_of {setting}"
+            raise ValueError(f"{name} needs the lengths of all rows, which a stream does not tell: leave it out")
 
     def build(self, devices: Sequence[Sequence[Any]]) -> MicroBatch:
         """The batch of the lines that each device gets (some may get none)."""
@@ -175,7 +195,11 @@ class Batches:
         parts = [list(islice(loaded, len(items))) for items in devices]
         tokens = sum(len(sample.input_ids) for lines in parts for line in lines for sample in line)
         rows = [concat_rows([sample for line in lines for sample in self._filled(line)]) for lines in parts]
-        shape = self.shapes.classify(rows)
+        if self._documents is None:
+            need = need_of(rows, self.block)
+        else:
+            (need,) = self._documents.needs(devices, self.block).largest(len(devices)).each()
+        shape = self.shapes.class_of(need)
         return MicroBatch(
             shape,
             make_batch(rows, shape, self.block),
@@ -184,6 +208,36 @@ class Batches:
             slots=sum(len(row.slot_index) for row in rows),
             pairs=sum(_count_pairs(row) for row in rows),
         )
+
+    def foresee(
+        self, sizes: BatchSizes, steps: int, seed: int, shuffle: bool, start: DataPosition = DataPosition()
+    ) -> RunBatches:
+        """The micro-batches of the `steps` optimizer steps from `start`, without building them. Not of a stream."""
+        windows = [parts for parts, _ in islice(sizes.steps(self._items(seed, shuffle), start), steps)]
+        return self._needs(windows, sizes.devices)
+
+    def foresee_in_order(self, devices: int) -> RunBatches:
+        """The batches of `in_order`, each a step. Not of a stream."""
+        return self._needs([[parts] for parts in self._in_order(devices)], devices)
+
+    def fit(self, run: RunBatches) -> None:
+        """Choose the classes for a run with these batches."""
+        fitted = self.shapes.fit(run.needs, self.max_programs)
+        if self._one_class and self.shapes.classes and fitted.classes:
+            shape = ShapeClass(*map(min, self.shapes.classes[0], fitted.classes[0]))  # both hold every batch
+            fitted = replace(fitted, classes=(shape,))
+        self.shapes = fitted
+
+    def _needs(self, windows: list[list[list[list[int]]]], devices: int) -> RunBatches:
+        assert self._documents is not None
+        assert isinstance(self.lines, Lines)
+        rows = [row for parts in windows for rows in parts for row in rows]
+        needs = self._documents.needs(rows, self.block)
+        tokens = self.lines.documents.needs(rows, self.block).tokens  # without what fills lines up
+        blocks = -(-needs.tokens // self.block) + needs.lanes
+        step = np.repeat(np.arange(len(windows)), [len(parts) for parts in windows])
+        of_devices = [field.reshape(-1, devices).sum(axis=1) for field in (tokens, blocks)]
+        return RunBatches(step, needs.largest(devices), *of_devices)
 
     def _filled(self, line: Line) -> Line:
         """The line up to the edge of a block, where that is kept: by a document of padding that nothing else sees."""
@@ -194,21 +248,23 @@ class Batches:
 
     def in_order(self, devices: int) -> Iterator[MicroBatch]:
         """All lines once, in the order of the data (evaluation)."""
-        for part in micro_batches(self.lines.epoch(0, 0, shuffle=False), self.per_device, devices):
-            yield self.build(part)
+        return map(self.build, self._in_order(devices))
+
+    def _in_order(self, devices: int) -> Iterator[list[list[Any]]]:
+        return micro_batches(self.lines.epoch(0, 0, shuffle=False), self.per_device, devices)
 
     def epoch_steps(
         self, sizes: BatchSizes, start: DataPosition, seed: int, shuffle: bool
     ) -> Iterator[tuple[list[MicroBatch], DataPosition]]:
         """The optimizer steps from `start` to the end of its epoch: their micro-batches and the position after them."""
-
-        def items(epoch: int, offset: int) -> Iterable[Any]:
-            return self.lines.epoch(seed, epoch, offset, shuffle)
-
-        for parts, position in sizes.steps(items, start):
+        for parts, position in sizes.steps(self._items(seed, shuffle), start):
             yield [self.build(devices) for devices in parts], position
             if position.epoch > start.epoch:
                 return
+
+    def _items(self, seed: int, shuffle: bool) -> Callable[[int, int], Iterable[Any]]:
+        """(epoch, offset) -> the lines of the epoch from there on."""
+        return lambda epoch, offset: self.lines.epoch(seed, epoch, offset, shuffle)
 
 
 def _count_pairs(row: Row) -> int:
@@ -216,7 +272,7 @@ def _count_pairs(row: Row) -> int:
     return int((row.visible_until - np.arange(len(row.visible_until))).sum())
 
 
-def _packed_shapes(lines: Lines | StreamLines, per_device: int, block: int) -> ShapeSet:
+def _packed_shapes(lines: Lines | StreamLines, documents: Documents | None, per_device: int, block: int) -> ShapeSet:
     """One class that holds any `per_device` packed rows.
 
     Slots: the most trained tokens that so many rows can have (of a stream, whose rows are not known: all tokens).
@@ -226,11 +282,13 @@ def _packed_shapes(lines: Lines | StreamLines, per_device: int, block: int) -> S
     assert lines.packing is not None
     length = lines.packing.length
     tokens = -(-per_device * length // block) * block
-    slots = lines.most_trained(per_device) if isinstance(lines, Lines) else tokens
     reach = length // block - 1 if length % block == 0 else (length + block - 2) // block
     blocks = tokens // block
-    lanes = min(per_device * reach * (reach + 1) // 2, blocks * (blocks - 1) // 2)
-    if isinstance(lines, Lines) and length % block == 0:
-        lanes = lines.most_lanes(per_device, block)
+    slots, lanes = tokens, min(per_device * reach * (reach + 1) // 2, blocks * (blocks - 1) // 2)
+    if documents is not None:
+        each = documents.needs([[line] for line in range(len(documents.first) - 1)], block)
+        slots = int(np.sort(each.slots)[-per_device:].sum())
+        if length % block == 0:
+            lanes = int(np.sort(each.lanes)[-per_device:].sum())
     slots = min(tokens, max(block, -(-slots // block) * block))
     return ShapeSet("fixed", tokens, block, (ShapeClass(tokens, slots, slots, max(1, lanes)),))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
+from jaxtrl.rows.blocks import needed_blocks
 from jaxtrl.rows.order import BatchSizes, DataPosition
 from jaxtrl.trainers.data import Batches, Lines, Packing, StreamLines, make_sample, read_samples
 
@@ -159,3 +160,38 @@ def test_make_sample_has_the_types_of_rows():
     sample = make_sample([1, 2], [False, True])
     assert sample.input_ids.dtype == np.int32
     assert sample.loss_mask.dtype == np.bool_
+
+
+def padded_account(batches, sizes, steps, start=DataPosition(), seed=1, shuffle=True):
+    """(what was foreseen of the steps from `start`, the micro-batches that came), after fitting the set to it."""
+    run = batches.foresee(sizes, steps, seed, shuffle, start)
+    batches.fit(run)
+    taken = list(itertools.islice(all_steps(batches, sizes, start, seed, shuffle), steps))
+    assert run.step.tolist() == [number for number, (micros, _) in enumerate(taken) for _ in micros]
+    return run, [micro for micros, _ in taken for micro in micros]
+
+
+@pytest.mark.parametrize("packing", [None, Packing("bfd", 32), Packing("bfd_split", 16), Packing("wrapped", 20)])
+@pytest.mark.parametrize("setting", ["auto", "none", 16, "optimal:2", "fixed:192"])
+@pytest.mark.parametrize("trained_from", [1, 6])
+def test_what_is_foreseen_comes(packing, setting, trained_from):
+    batches = Batches(Lines(make_dataset(LENGTHS, trained_from), packing), 2, setting, block=8)
+    sizes = BatchSizes(per_device=2, devices=2, accumulation=2)
+    run, micros = padded_account(batches, sizes, 7, DataPosition(1, 8) if batches.lines.count > 8 else DataPosition(1))
+    assert [batches.shapes.class_of(need) for need in run.needs.each()] == [micro.shape for micro in micros]
+    assert run.tokens.tolist() == [micro.tokens for micro in micros]
+    blocks = [sum(needed_blocks(row, 8) for row in micro.batch.visible_until) for micro in micros]
+    padding = [sum(micro.shape.tokens // 8 for _ in range(2)) for micro in micros]
+    assert all(0 <= b - f <= p for b, f, p in zip(blocks, run.blocks.tolist(), padding, strict=True))
+    in_order = batches.foresee_in_order(2)
+    assert [batches.shapes.class_of(need) for need in in_order.needs.each()] == [
+        micro.shape for micro in batches.in_order(2)
+    ]
+
+
+def test_a_stream_cannot_be_foreseen():
+    stream = StreamLines(make_stream(LENGTHS))
+    with pytest.raises(ValueError, match="pad_to_multiple_of optimal:3 needs the lengths of all rows"):
+        Batches(stream, 2, "optimal:3", 8)
+    with pytest.raises(ValueError, match="max_programs needs the lengths of all rows"):
+        Batches(stream, 2, "auto", 8, max_programs=3)
