@@ -43,7 +43,50 @@ def test_wrong_model_path(options, tmp_path, capsys):
     missing = tmp_path / "no" / "such" / "model"
     code, text = sentence([*options, f"--model_name_or_path={missing}", "--dataset_name=x.jsonl"], capsys)
     assert code == 1
-    assert "x.jsonl" in text or str(missing) in text
+    assert text == f"{missing} is not a folder: give a checkpoint folder or a Hugging Face hub id", "not the data"
+
+
+def test_what_is_wrong_besides_the_data_is_said_before_it_is_read(options, tmp_path, capsys):
+    from jaxtrl.hardware.compile_cache import enable_compile_cache
+    from jaxtrl.model.hf import save_pretrained
+    from jaxtrl.trainers.model_source import tiny_model
+
+    enable_compile_cache(str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    save_pretrained(tiny_model(0)[0], model)
+    argv = [*options, f"--model_name_or_path={model}", "--dataset_name=absent.jsonl"]
+    assert "has no tokenizer" in sentence(argv, capsys)[1]
+    assert "There is no checkpoint at" in sentence([*argv, f"--resume_from_checkpoint={tmp_path / 'gone'}"], capsys)[1]
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "is truncated" in sentence(argv, capsys)[1]
+    assert "cannot be made" in sentence([*argv, f"--output_dir={weights}"], capsys)[1]
+
+
+def test_a_mistyped_folder_is_not_resumed(options, tmp_path, capsys):
+    code, text = sentence([*options, "--resume_from_checkpoint=true"], capsys)
+    assert code == 1
+    assert f"output_dir {tmp_path / 'out'} does not exist" in text
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert "holds no run" in sentence([*options, "--resume_from_checkpoint=true"], capsys)[1]
+
+
+def test_a_command_marks_its_folder_before_jax_starts(tmp_path):
+    """A job that is killed while it starts can be resumed: nothing heavy is imported before run.json is there."""
+    code = (
+        "import sys, os\n"
+        "from jaxtrl import sft\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'jax':\n"
+        "            os._exit(9)\n"  # as a kill would
+        "sys.meta_path.insert(0, Stop())\n"
+        f"sft.main(['--output_dir={tmp_path / 'out'}'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+    assert done.returncode == 9
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize(

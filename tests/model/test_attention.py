@@ -152,6 +152,29 @@ def test_poisoned_table_padding_changes_nothing():
             np.testing.assert_array_equal(y, z)
 
 
+C14_TABLES = {
+    "one block": block_tables(np.array([1, 2], np.int32), 2),
+    "a block each": block_tables(np.array([1, 2], np.int32), 1, lanes=3),
+    # query 1 is made to visit key 0, of which it sees nothing: its row of scores there is masked as a whole
+    "a visit that shows nothing": BlockTables(*(np.array(x, np.int32) for x in ([1], [0], [0, 1]))),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("kind", [BlockTables, CountedTables])
+@pytest.mark.parametrize("tables", C14_TABLES.values(), ids=C14_TABLES)
+def test_c14_a_masked_padding_query_gives_one_and_finite_gradients(tables, kind, scale):
+    """Scores 2x2, query 1 is padding, values [1, 2], loss = sum(out * [1, 0])."""
+    row, values = np.array([1, 2], np.int32), jnp.array([1.0, 2.0]).reshape(2, 1, 1)
+    q, k = scale * jnp.array([-3.0, 5.0]).reshape(2, 1, 1), scale * jnp.array([2.0, -7.0]).reshape(2, 1, 1)
+    weight = jnp.array([1.0, 0.0]).reshape(2, 1, 1)
+    out, *gradients = blocked(q, k, values, weight, row, kind(*tables))
+    assert float((out * weight).sum()) == 1.0
+    assert float(out[1, 0, 0]) == 2.0
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    np.testing.assert_array_equal(gradients[2].ravel(), [1.0, 0.0])
+
+
 def test_number_of_padding_lanes_changes_no_bit():
     row, args = packed([13, 9, 1], 32), inputs(32)
     exact, spare = (block_tables(row, 4, lanes) for lanes in (None, 40))

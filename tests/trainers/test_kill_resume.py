@@ -1,5 +1,8 @@
 """SIGKILL at any moment, also while a checkpoint is being written; the resumed run ends bit for bit as the whole one.
 
+The first start says `auto`, which begins a run where there is none; every later one `true`, unless the kill came before
+the command had left anything in its folder (then there is no run to continue, and `true` says so).
+
 JAXTRL_KILLS=20 kills more often than the 5 times of the suite; JAXTRL_KILL_SEED draws other moments.
 """
 
@@ -23,6 +26,7 @@ STEPS = 8 * KILLS  # a kill comes after about four more steps, so that it finds 
 
 
 def command(output: Path, cache: Path, data: Path) -> list[str]:
+    begun = output.exists() and any(output.iterdir())
     options = {
         "output_dir": output,
         "compile_cache": cache,
@@ -33,7 +37,7 @@ def command(output: Path, cache: Path, data: Path) -> list[str]:
         "logging_steps": 3,
         "save_steps": 2,
         "save_total_limit": 2,
-        "resume_from_checkpoint": "true",
+        "resume_from_checkpoint": "true" if begun else "auto",
     }
     return [sys.executable, "-m", "jaxtrl.sft", *(f"--{name}={value}" for name, value in options.items())]
 

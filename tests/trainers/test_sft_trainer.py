@@ -13,7 +13,9 @@ from jaxtrl.model.qwen3 import model_params
 from jaxtrl.train.checkpoint import find_checkpoints
 from jaxtrl.train.mesh import make_mesh
 from jaxtrl.trainers.callbacks import TrainerCallback
+from jaxtrl.trainers.meter import Clock
 from tests.trainers.conftest import tiny_qwen3, token_rows
+from tests.trainers.test_meter import FakeTime
 from tests.trainers.test_resume import assert_same_state, flat, metrics, record_rows
 
 
@@ -106,6 +108,34 @@ def test_compute_metrics_sees_each_trained_token_once(make_trainer):
     assert seen[0].label_ids.tolist() == [token for row in rows for token in row["input_ids"][1:]]
     assert result["eval_nll"] == pytest.approx(result["eval_loss"], rel=1e-5)
     assert result["eval_hits"] == pytest.approx(result["eval_mean_token_accuracy"], rel=1e-5)
+
+
+def test_speed_leaves_out_evaluations(make_trainer):
+    """Each step takes 2 seconds and each evaluation 1,000, on a clock that is told so; also the one before step 1."""
+    time = FakeTime()
+
+    class TwoSeconds(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            time.now += 2
+
+    def slow(prediction):
+        time.now += 1000
+        return {}
+
+    trainer = make_trainer(
+        per_device_train_batch_size=1,
+        train_sampling_strategy="sequential",
+        max_steps=4,
+        eval_on_start=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        trainer={"eval_dataset": token_rows((5,)), "compute_metrics": slow, "callbacks": [TwoSeconds]},
+    )
+    trainer.clock = Clock(time)
+    trainer.programs._on_compile = None  # real seconds, which this clock does not know
+    trainer.train()
+    speeds = [record["tokens_per_second"] for record in trainer.state.log_history if "tokens_per_second" in record]
+    assert speeds == [9 / 2, 5 / 2, 12 / 2, 7 / 2]
 
 
 def test_several_evaluation_sets(make_trainer):
