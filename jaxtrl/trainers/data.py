@@ -21,6 +21,7 @@ from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.rows.needs import Documents, Needs, need_of
 from jaxtrl.rows.order import BatchSizes, DataPosition, epoch_order, micro_batches
 from jaxtrl.rows.pack import Fragment, cut_sample, pack_indices
+from jaxtrl.rows.window import window_order
 
 STREAM_LOT = 1000  # sequences of a stream that are packed together, as in TRL
 Line = list[Sample]  # the sequences of one line
@@ -171,11 +172,13 @@ class Batches:
         setting: str | int = "auto",
         block: int = DEFAULT_BLOCK_SIZE,
         max_programs: int | None = None,
+        window: int = 1,
     ):
         self.lines = lines
         self.block = block
         self.per_device = per_device
         self.max_programs = max_programs
+        self.window = window
         one_class = lines.packing is not None and setting == "auto"
         self._one_class = one_class
         self._line_length = lines.packing.length if one_class and lines.packing is not None else 0
@@ -185,9 +188,11 @@ class Batches:
         self.shapes = ShapeSet.from_setting(setting, block)
         if one_class:
             self.shapes = _packed_shapes(lines, self._documents, per_device, block)
-        if self._documents is None and (self.shapes.rule == "optimal" or max_programs is not None):
-            name = "max_programs" if max_programs is not None else f"pad_to_multiple_of {setting}"
-            raise ValueError(f"{name} needs the lengths of all rows, which a stream does not tell: leave it out")
+        if self._documents is None:
+            known = {f"pad_to_multiple_of {setting}": self.shapes.rule == "optimal"}
+            known |= {"max_programs": max_programs is not None, "batch_window": window > 1}
+            for name in (name for name, is_set in known.items() if is_set):
+                raise ValueError(f"{name} needs the lengths of all rows, which a stream does not tell: leave it out")
 
     def build(self, devices: Sequence[Sequence[Any]]) -> MicroBatch:
         """The batch of the lines that each device gets (some may get none)."""
@@ -213,7 +218,7 @@ class Batches:
         self, sizes: BatchSizes, steps: int, seed: int, shuffle: bool, start: DataPosition = DataPosition()
     ) -> RunBatches:
         """The micro-batches of the `steps` optimizer steps from `start`, without building them. Not of a stream."""
-        windows = [parts for parts, _ in islice(sizes.steps(self._items(seed, shuffle), start), steps)]
+        windows = [parts for parts, _ in islice(sizes.steps(self._items(sizes, seed, shuffle), start), steps)]
         return self._needs(windows, sizes.devices)
 
     def foresee_in_order(self, devices: int) -> RunBatches:
@@ -257,14 +262,24 @@ class Batches:
         self, sizes: BatchSizes, start: DataPosition, seed: int, shuffle: bool
     ) -> Iterator[tuple[list[MicroBatch], DataPosition]]:
         """The optimizer steps from `start` to the end of its epoch: their micro-batches and the position after them."""
-        for parts, position in sizes.steps(self._items(seed, shuffle), start):
+        for parts, position in sizes.steps(self._items(sizes, seed, shuffle), start):
             yield [self.build(devices) for devices in parts], position
             if position.epoch > start.epoch:
                 return
 
-    def _items(self, seed: int, shuffle: bool) -> Callable[[int, int], Iterable[Any]]:
+    def _items(self, sizes: BatchSizes, seed: int, shuffle: bool) -> Callable[[int, int], Iterable[Any]]:
         """(epoch, offset) -> the lines of the epoch from there on."""
-        return lambda epoch, offset: self.lines.epoch(seed, epoch, offset, shuffle)
+        if self.window == 1:
+            return lambda epoch, offset: self.lines.epoch(seed, epoch, offset, shuffle)
+        assert self._documents is not None
+        tokens = self._documents.needs([[line] for line in range(len(self._documents.first) - 1)]).tokens
+        by_rule = None if self.shapes.rule in ("optimal", "fixed") else replace(self.shapes, classes=()).token_class
+
+        def items(epoch: int, offset: int) -> list[int]:
+            order = np.array(self.lines.epoch(seed, epoch, 0, shuffle), np.int64)
+            return window_order(order, tokens, sizes.per_device, sizes.devices, self.window, by_rule)[offset:].tolist()
+
+        return items
 
 
 def _count_pairs(row: Row) -> int:

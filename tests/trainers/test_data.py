@@ -49,9 +49,10 @@ def rows_of_steps(batches, sizes, steps, start=DataPosition(), shuffle=True):
     return [[micro.batch.input_ids.tobytes() for micro in micros] for micros, _ in taken], [p for _, p in taken]
 
 
+@pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("packing", [None, Packing("bfd", 32), Packing("bfd_split", 16), Packing("wrapped", 24)])
-def test_any_position_continues_with_the_same_batches(packing):
-    batches = Batches(Lines(make_dataset(LENGTHS), packing), per_device=1, block=8)
+def test_any_position_continues_with_the_same_batches(packing, window):
+    batches = Batches(Lines(make_dataset(LENGTHS), packing), per_device=1, block=8, window=window)
     sizes = BatchSizes(per_device=1, devices=2, accumulation=2)
     batches_of_run, positions = rows_of_steps(batches, sizes, 9)
     assert any(p.offset == 0 for p in positions)
@@ -173,9 +174,9 @@ def padded_account(batches, sizes, steps, start=DataPosition(), seed=1, shuffle=
 
 @pytest.mark.parametrize("packing", [None, Packing("bfd", 32), Packing("bfd_split", 16), Packing("wrapped", 20)])
 @pytest.mark.parametrize("setting", ["auto", "none", 16, "optimal:2", "fixed:192"])
-@pytest.mark.parametrize("trained_from", [1, 6])
-def test_what_is_foreseen_comes(packing, setting, trained_from):
-    batches = Batches(Lines(make_dataset(LENGTHS, trained_from), packing), 2, setting, block=8)
+@pytest.mark.parametrize(("trained_from", "window"), [(1, 1), (6, 3)])
+def test_what_is_foreseen_comes(packing, setting, trained_from, window):
+    batches = Batches(Lines(make_dataset(LENGTHS, trained_from), packing), 2, setting, block=8, window=window)
     sizes = BatchSizes(per_device=2, devices=2, accumulation=2)
     run, micros = padded_account(batches, sizes, 7, DataPosition(1, 8) if batches.lines.count > 8 else DataPosition(1))
     assert [batches.shapes.class_of(need) for need in run.needs.each()] == [micro.shape for micro in micros]
@@ -195,3 +196,20 @@ def test_a_stream_cannot_be_foreseen():
         Batches(stream, 2, "optimal:3", 8)
     with pytest.raises(ValueError, match="max_programs needs the lengths of all rows"):
         Batches(stream, 2, "auto", 8, max_programs=3)
+    with pytest.raises(ValueError, match="batch_window needs the lengths of all rows"):
+        Batches(stream, 2, "auto", 8, window=3)
+
+
+@pytest.mark.parametrize("setting", ["auto", 16, "optimal:2"])
+def test_windows_use_each_line_once_an_epoch_and_pad_less(setting):
+    lengths = np.random.default_rng(0).integers(2, 120, 90).tolist()
+    padded = {}
+    for window in (1, 5):
+        batches, sizes = Batches(Lines(make_dataset(lengths)), 2, setting, 8, window=window), BatchSizes(2, 2, 3)
+        run, micros = padded_account(batches, sizes, 2 * sizes.steps_per_epoch(90), seed=5)
+        padded[window] = sum(micro.padded for micro in micros)
+        assert run.tokens.sum() == 2 * sum(lengths)
+        for epoch in (0, 1):
+            order = batches._items(sizes, 5, True)(epoch, 0)
+            assert sorted(order) == list(range(90))
+    assert padded[5] < padded[1]
