@@ -131,15 +131,26 @@ def open_trackers(
     config: dict[str, Any],
     resume_step: int | None = None,
 ) -> list[Tracker]:
-    """Start the trackers that `report_to` names. Only these packages are imported."""
+    """Start the trackers that `report_to` names. Only these packages are imported.
+
+    Raises ValueError where one of them does not start: wandb without a key, for example.
+    """
     trackers: list[Tracker] = []
     for name in names:
         module = _import(name)
-        if name == "tensorboard":
-            trackers.append(_TensorBoard(module, folder, resume_step))
-        else:
-            chosen = os.environ.get("WANDB_PROJECT", project) if name == "wandb" else project
-            trackers.append(_Run(module, chosen, run_name, config))
+        try:
+            if name == "tensorboard":
+                trackers.append(_TensorBoard(module, folder, resume_step))
+            else:
+                chosen = os.environ.get("WANDB_PROJECT", project) if name == "wandb" else project
+                trackers.append(_Run(module, chosen, run_name, config))
+        except Exception as error:  # each package has kinds of its own
+            for tracker in trackers:
+                tracker.close()
+            offline = "set WANDB_MODE=offline, " if name == "wandb" else ""
+            raise ValueError(
+                f"report_to names {name}, which does not start ({error}): {offline}or leave it out."
+            ) from error
     return trackers
 
 

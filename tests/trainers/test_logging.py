@@ -88,6 +88,19 @@ def test_runs_get_config_and_grouped_names(name, tmp_path, monkeypatch):
     ]
 
 
+def test_a_tracker_that_does_not_start_is_one_sentence_and_closes_the_others(tmp_path, monkeypatch):
+    class WithoutKey(FakeRun):
+        def init(self, **kwargs):
+            raise RuntimeError("No API key configured.")
+
+    first = FakeRun()
+    monkeypatch.setitem(sys.modules, "trackio", first)
+    monkeypatch.setitem(sys.modules, "wandb", WithoutKey())
+    with pytest.raises(ValueError, match=r"report_to names wandb, .*No API key configured.*WANDB_MODE=offline"):
+        open_trackers(["trackio", "wandb"], folder=tmp_path, run_name="r", project="p", config={})
+    assert first.calls[-1] == ("finish",)
+
+
 def test_tensorboard_purges_what_the_killed_run_logged(tmp_path, monkeypatch):
     calls = []
 
