@@ -2,12 +2,14 @@
 
 Logits are computed in blocks of [vocabulary rows, slots] that stay in the cache, with an online softmax over the blocks
 (https://arxiv.org/abs/1805.02867). Where the loss is a known function of the log-probs, its gradient is formed in the
-same pass: exp(logit - running maximum) of one chunk of slots is kept, and what the later maxima and the sum change
-about it is one factor per (block, slot), which is applied to the small [slots, D] side of the two gradient products.
-So three products in all and no further pass over the vocabulary; otherwise the logits are recomputed (four products).
+same pass: the expected weight row sum_v exp(logit_v - running maximum) W_v, which is all that the gradient of `hidden`
+and the entropy (hidden . expected row is the expected logit) need, is summed beside the softmax, and the exponentials
+of one chunk of slots are kept for the gradient of the weight. What the later maxima and the sum change about them is
+one factor per (block, slot), applied to the small [slots, D] side of that product. So three products in all and no
+further pass over the vocabulary; otherwise the logits are recomputed (four products).
 
-The target's entry is left out of the kept block. Its gradient p - 1 = -(sum of the others) / sum does not cancel, which
-matters in bfloat16, and is added as whole rows.
+The target's entry is left out of these sums. Its gradient p - 1 = -(sum of the others) / sum does not cancel, which
+matters in bfloat16, and is added as whole rows; its logit is a product of rows as well, no search through the block.
 
 With the vocabulary sharded (tensor parallelism), `_statistics` of the shards are what has to be combined across them:
 the maximum by pmax, the sums by psum after rescaling; dhidden by psum; a target outside of the shard matches no row.
@@ -26,7 +28,7 @@ from jaxtrl.train.mesh import vary, varying_axes
 
 MAX_CHUNK = 1024  # slots; the kept [vocabulary, chunk] buffer is the largest array of a step
 BLOCK_ENTRIES = 2**19  # of a block of logits; measured on a CPU with 1 MiB of L2 cache per core
-LOWEST = -1e30  # finite stand-in for minus infinity
+ROUNDING = 2.0**-18  # of a sum of float32 products, relative to the sum of their magnitudes
 
 
 class Score(NamedTuple):
@@ -81,6 +83,7 @@ class _Statistics(NamedTuple):
     others: Array  # sum of exp(logit - top)
     weighted: Array  # sum of exp(logit - top) * (logit - top)
     picked: Array  # the target's logit
+    rounding: Array  # how far `picked` may lie below the same logit as `top` saw it
 
     def log_sum(self) -> Array:
         return self.top + jnp.log(self.others + jnp.exp(self.picked - self.top))
@@ -90,7 +93,7 @@ class _Statistics(NamedTuple):
         own = self.picked - self.top
         total = self.others + jnp.exp(own)
         log_total = jnp.log(total)
-        return own - log_total, log_total - (self.weighted + jnp.exp(own) * own) / total, own >= 0
+        return own - log_total, log_total - (self.weighted + jnp.exp(own) * own) / total, own >= -self.rounding
 
     def remainder(self) -> Array:
         """p(target) - 1, the derivative of -logp by the target's logit."""
@@ -129,60 +132,64 @@ def _dot(a: Array, b: Array, i: int, j: int) -> Array:
     return lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _targets(hidden, weight, target, temperature):
+    """The targets' logits, and how much another order of summation may change them."""
+    products = hidden.astype(jnp.float32) * weight[target].astype(jnp.float32)
+    return products.sum(-1) / temperature, ROUNDING * jnp.abs(products).sum(-1) / temperature
+
+
 def _statistics(hidden, weight, target, temperature, kept=None):
-    """Statistics of one chunk of slots; fills `kept` [blocks, size, slots] and gives the maxima it is relative to."""
+    """Statistics of one chunk of slots.
+
+    With a buffer `kept` [blocks, size, slots] it is filled with exp(logit - maximum so far), 0 for the targets, and
+    what comes back with it is those maxima [blocks, slots] and the sum of exp(logit - top) * row over all rows of
+    `weight` but the target's, [D, slots] float32.
+    """
     axes = varying_axes((hidden, weight, target))
     vocab, slots = weight.shape[0], hidden.shape[0]
     size = _Blocks.size(vocab, slots)
+    picked, rounding = _targets(hidden, weight, target, temperature)
+    by_row = kept is not None and kept.dtype == jnp.float32  # rounded to bfloat16, rows are too coarse for an entropy
 
     def visit(carry, block):
-        (top, others, weighted, picked), kept = carry
-        logits = _logits(hidden, lax.dynamic_slice_in_dim(weight, block.start, size), temperature)
+        top, others, weighted, gradient = carry
+        rows = lax.dynamic_slice_in_dim(weight, block.start, size)
+        logits = _logits(hidden, rows, temperature)
         row = block.start + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        hot = (row == target) & (row >= block.fresh)
         highest = jnp.maximum(top, logits.max(0))
         below = logits - highest
-        e = jnp.where(hot | (row < block.fresh), 0.0, jnp.exp(below))
+        e = jnp.where((row == target) | (row < block.fresh), 0.0, jnp.exp(below))
         shrink = jnp.exp(top - highest)
-        statistics = _Statistics(
-            highest,
-            others * shrink + e.sum(0),
-            (weighted + others * (top - highest)) * shrink + (e * below).sum(0),
-            picked + jnp.where(hot, logits, 0.0).sum(0),
-        )
-        if kept is not None:
-            kept = lax.dynamic_update_index_in_dim(kept, e.astype(kept.dtype), block.number, 0)
-        return (statistics, kept), None if kept is None else highest
+        if not by_row:
+            weighted = (weighted + others * (top - highest)) * shrink + (e * below).sum(0)
+        if gradient is not None:
+            kept, expected = gradient
+            entries = e.astype(kept.dtype)
+            expected = expected * shrink + _dot(_transposed(rows), entries, 1, 0)
+            gradient = lax.dynamic_update_index_in_dim(kept, entries, block.number, 0), expected
+        return (highest, others * shrink + e.sum(0), weighted, gradient), None if gradient is None else highest
 
-    zeros = jnp.zeros(slots, jnp.float32)
-    start = vary(_Statistics(zeros + LOWEST, zeros, zeros, zeros), axes)
-    (statistics, kept), tops = lax.scan(visit, (start, kept), _Blocks.of(vocab, slots, axes))
-    return statistics, kept, tops
+    zeros = vary(jnp.zeros(slots, jnp.float32), axes)
+    gradient = None if kept is None else (kept, vary(jnp.zeros(hidden.shape[::-1], jnp.float32), axes))
+    start = picked, zeros, zeros, gradient
+    (top, others, weighted, gradient), tops = lax.scan(visit, start, _Blocks.of(vocab, slots, axes))
+    if gradient is None:
+        return _Statistics(top, others, weighted, picked, rounding)
+    kept, expected = gradient
+    if by_row:
+        weighted = (hidden * expected.T).sum(-1) / temperature - top * others
+    return _Statistics(top, others, weighted, picked, rounding), kept, tops, expected
 
 
-def _gradients(hidden, weight, dweight, cotangent, entries, extra):
-    """dhidden of one chunk of slots, and `dweight` plus its part; both float32.
+def _transposed(rows: Array) -> Array:
+    """On a CPU really so: XLA has no fast kernel for a product that contracts its first operand's first axis."""
+    return lax.optimization_barrier(rows.T) if jax.default_backend() == "cpu" else rows.T
 
-    The derivative by the logits is cotangent * factor * e with `entries(block, rows, extra) -> e [size, slots],
-    factor`.
-    """
-    vocab, slots = weight.shape[0], hidden.shape[0]
-    axes, size = varying_axes((hidden, weight, cotangent)), _Blocks.size(vocab, slots)
 
-    def visit(carry, xs):
-        dhidden, dweight = carry
-        block, extra = xs
-        rows = lax.dynamic_slice_in_dim(weight, block.start, size)
-        e, factor = entries(block, rows, extra)
-        scaled = (hidden * (cotangent * factor)[:, None]).astype(hidden.dtype)
-        part = lax.dynamic_slice_in_dim(dweight, block.start, size) + _dot(e, scaled, 1, 0)
-        # [D, slots], not [slots, D]: a product whose first operand is the wide, transposed one is slow on CPU.
-        dhidden = dhidden + factor * _dot(rows, e, 0, 0)
-        return (dhidden, lax.dynamic_update_slice_in_dim(dweight, part, block.start, 0)), None
-
-    start = vary(jnp.zeros(hidden.shape[::-1], jnp.float32), axes)
-    (dhidden, dweight), _ = lax.scan(visit, (start, dweight), (_Blocks.of(vocab, slots, axes), extra))
-    return dhidden.T * cotangent[:, None], dweight
+def _add_rows(dweight: Array, block: _Blocks, e: Array, scaled: Array) -> Array:
+    """`dweight` plus e [size, slots] @ scaled [slots, D] at the rows of the block."""
+    part = lax.dynamic_slice_in_dim(dweight, block.start, e.shape[0]) + _dot(e, scaled, 1, 0)
+    return lax.dynamic_update_slice_in_dim(dweight, part, block.start, 0)
 
 
 def _chunk_size(total: int, chunk: int) -> int:
@@ -216,7 +223,7 @@ def _score_forward(hidden, weight, target, temperature, chunk):
 
     def visit(_, slots):
         hidden, target = slots
-        statistics, _, _ = _statistics(hidden, cast, target, temperature)
+        statistics = _statistics(hidden, cast, target, temperature)
         return None, (statistics.results(), statistics.log_sum(), statistics.remainder())
 
     _, (results, log_sum, remainder) = _by_chunk(visit, None, (hidden, target), chunk)
@@ -224,23 +231,31 @@ def _score_forward(hidden, weight, target, temperature, chunk):
 
 
 def _score_backward(temperature, chunk, saved, cotangents):
-    hidden, weight, *_ = saved
+    hidden, weight, target, log_sum, remainder = saved
     cast = weight.astype(hidden.dtype)
+    axes = varying_axes((saved, cotangents))
 
     def visit(dweight, slots):
         hidden, target, log_sum, remainder, cotangent = slots
+        scaled = (hidden * cotangent[:, None]).astype(hidden.dtype)
+        size = _Blocks.size(cast.shape[0], hidden.shape[0])
 
-        def entries(block, rows, _):
-            row = block.start + lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
+        def visit_block(carry, block):
+            dhidden, dweight = carry
+            rows = lax.dynamic_slice_in_dim(cast, block.start, size)
+            row = block.start + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
             e = jnp.where(row == target, remainder, jnp.exp(_logits(hidden, rows, temperature) - log_sum))
-            return jnp.where(row < block.fresh, 0.0, e).astype(hidden.dtype), 1.0
+            e = jnp.where(row < block.fresh, 0.0, e).astype(hidden.dtype)
+            return (dhidden + _dot(_transposed(rows), e, 1, 0), _add_rows(dweight, block, e, scaled)), None
 
-        dhidden, dweight = _gradients(hidden, cast, dweight, cotangent / -temperature, entries, None)
-        return dweight, dhidden.astype(hidden.dtype)
+        start = vary(jnp.zeros(hidden.shape[::-1], jnp.float32), axes)
+        blocks = _Blocks.of(cast.shape[0], hidden.shape[0], axes)
+        (dhidden, dweight), _ = lax.scan(visit_block, (start, dweight), blocks)
+        return dweight, (dhidden.T * cotangent[:, None]).astype(hidden.dtype)
 
-    hidden, weight, target, log_sum, remainder = saved
-    start = vary(jnp.zeros(weight.shape, jnp.float32), varying_axes((saved, cotangents)))
-    dweight, dhidden = _by_chunk(visit, start, (hidden, target, log_sum, remainder, cotangents[0]), chunk)
+    start = vary(jnp.zeros(weight.shape, jnp.float32), axes)
+    slots = (hidden, target, log_sum, remainder, cotangents[0] / -temperature)
+    dweight, dhidden = _by_chunk(visit, start, slots, chunk)
     return dhidden, dweight.astype(weight.dtype), None
 
 
@@ -271,16 +286,21 @@ def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk)
     def visit(carry, slots):
         hidden, target, cotangent = slots
         dweight, kept = carry
-        statistics, kept, tops = _statistics(hidden, cast, target, temperature, kept)
+        statistics, kept, tops, expected = _statistics(hidden, cast, target, temperature, kept)
         results, log_sum = statistics.results(), statistics.log_sum()
         cotangent = _sloped(cotangent, slope, results[0])
         scaled = cotangent / temperature
 
-        def entries(block, rows, top):
-            return lax.dynamic_index_in_dim(kept, block.number, 0, keepdims=False), jnp.exp(top - log_sum)
+        def visit_block(dweight, xs):
+            block, top = xs
+            factor = scaled * jnp.exp(top - log_sum)
+            e = lax.dynamic_index_in_dim(kept, block.number, 0, keepdims=False)
+            return _add_rows(dweight, block, e, (hidden * -factor[:, None]).astype(hidden.dtype)), None
 
-        dhidden, dweight = _gradients(hidden, cast, dweight, -scaled, entries, tops)
+        blocks = _Blocks.of(cast.shape[0], hidden.shape[0], axes)
+        dweight, _ = lax.scan(visit_block, dweight, (blocks, tops))
         onto_target = -scaled * statistics.remainder()
+        dhidden = expected.T * (-scaled * jnp.exp(statistics.top - log_sum))[:, None]
         dhidden = dhidden + onto_target[:, None] * weight[target]
         return (dweight, kept), (results, cotangent, onto_target, dhidden.astype(hidden.dtype))
 
