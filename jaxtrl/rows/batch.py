@@ -5,6 +5,7 @@ a *batch* is one row per data-parallel device, padded to one shape class.
 """
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,10 +158,13 @@ def _joined(arrays: list, dtype: type) -> np.ndarray:
 
 def check_samples(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
     """The samples' lengths; raises ValueError for a sample whose arrays are not equally long."""
-    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+    fields = dict(zip(Sample._fields, zip(*samples, strict=True), strict=False))
+    lengths = np.array([*map(len, fields.get("input_ids", ()))], dtype=np.int64)
     for name in ("loss_mask", *LOGP_COLUMNS):
-        for number, (sample, length) in enumerate(zip(samples, lengths.tolist(), strict=True)):
-            value = getattr(sample, name)
+        column = fields.get(name, ())
+        if set(map(type, column)) <= {NoneType}:
+            continue
+        for number, (value, length) in enumerate(zip(column, lengths.tolist(), strict=True)):
             if value is not None and len(value) != length:
                 raise ValueError(
                     f"sample {number}: {name} has {len(value)} entries but input_ids has {length}; "

@@ -89,7 +89,7 @@ def tree_row(samples: Sequence[Sample], share: Int[np.ndarray, " samples"] | Non
     check_samples(samples)
     sequences = Sequences.join([sample.input_ids for sample in samples])
     sharing = sort_by_tree(sequences, share)
-    forest = _forest(sequences, _trained(sequences, samples), [np.arange(len(samples))], sharing)
+    forest = _forest(sequences, _Terms.of(sequences, samples), [np.arange(len(samples))], sharing)
     return _build_rows(samples, forest)[0]
 
 
@@ -194,39 +194,42 @@ class _Forest(NamedTuple):
 def _plan(samples: Sequence[Sample], limits: Limits, min_shared: int | None, block_size: int) -> _Forest:
     """The rows of samples that all fit."""
     sequences = Sequences.join([sample.input_ids for sample in samples])
-    trained = _trained(sequences, samples)
+    terms = _Terms.of(sequences, samples)
     group = np.array([sample.group for sample in samples], dtype=np.int64)
     sharing = decide_sharing(sequences, group, min_shared, block_size)
     rows = [np.arange(len(samples))] if samples else []
     if limits.tokens is not None and samples:
-        rows = _place(sequences, trained, group, sharing, limits)
-    return _forest(sequences, trained, rows, sharing)
+        rows = _place(sequences, terms, group, sharing, limits)
+    return _forest(sequences, terms, rows, sharing)
 
 
-def _trained(sequences: Sequences, samples: Sequence[Sample]) -> Bool[np.ndarray, " all"]:
-    """Which of all tokens make a term: never the first of a sample."""
-    masks = [sample.loss_mask for sample in samples]
-    trained = np.concatenate(masks, dtype=np.bool_, casting="unsafe") if masks else np.zeros(0, np.bool_)
-    trained[sequences.start[sequences.length > 0]] = False
-    return trained
+class _Terms(NamedTuple):
+    """The trained tokens of all samples: where they are, and which of them are a sample's (`first[i]`, `count[i]`)."""
 
+    token: Int[np.ndarray, " t"]
+    first: Int[np.ndarray, " n"]
+    count: Int[np.ndarray, " n"]
 
-def _find_terms(
-    sequences: Sequences, trained: Bool[np.ndarray, " all"], numbers: Int[np.ndarray, " n"]
-) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"], Int[np.ndarray, " t"]]:
-    """The trained tokens of the samples `numbers`, one sample after another: where they are in all tokens, the place of
-    their sample in `numbers`, and their depth."""
-    count = sequences.length[numbers]
-    before = np.cumsum(count) - count
-    token = np.repeat(sequences.start[numbers] - before, count) + np.arange(int(count.sum()))
-    at = np.flatnonzero(trained[token])
-    owner = np.repeat(np.arange(len(numbers)), count)[at]
-    return token[at], owner, at - before[owner]
+    @classmethod
+    def of(cls, sequences: Sequences, samples: Sequence[Sample]) -> "_Terms":
+        masks = [sample.loss_mask for sample in samples]
+        trained = np.concatenate(masks, dtype=np.bool_, casting="unsafe") if masks else np.zeros(0, np.bool_)
+        trained[sequences.start[sequences.length > 0]] = False  # nothing predicts these
+        token = np.flatnonzero(trained)
+        first, end = (np.searchsorted(token, sequences.start + more) for more in (0, sequences.length))
+        return cls(token, first, end - first)
+
+    def ordered(self, numbers: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]:
+        """The tokens sample by sample in this order, and the place of their sample in it."""
+        count = self.count[numbers]
+        shift = self.first[numbers] - (np.cumsum(count) - count)
+        owner = np.repeat(np.arange(len(numbers)), count)
+        return self.token[np.arange(len(owner)) + shift[owner]], owner
 
 
 def _place(
     sequences: Sequences,
-    trained: Bool[np.ndarray, " all"],
+    terms: _Terms,
     group: Int[np.ndarray, " n"],
     sharing: Sharing,
     limits: Limits,
@@ -235,15 +238,16 @@ def _place(
     order, common = sharing.order, sharing.common
     length = sequences.length[order]
     trie = build_trie(length, common)
-    _, owner, depth = _find_terms(sequences, trained, order)
-    slots = np.zeros(0, np.int64) if limits.slots is None else lay_out(length, common, owner, depth).asked
-    own_terms = np.bincount(owner, minlength=len(order))
+    own_terms, slots = terms.count[order], np.zeros(0, np.int64)
+    if limits.slots is not None:
+        token, owner = terms.ordered(order)
+        slots = lay_out(length, common, owner, token - sequences.start[order][owner]).asked
     rows = place(trie, weigh(trie, length, common, own_terms, slots), own_terms, group[order], limits.room)
     return sorted((np.sort(order[row]) for row in rows), key=lambda row: int(row[0]))
 
 
 def _forest(
-    sequences: Sequences, trained: Bool[np.ndarray, " all"], rows: list[Int[np.ndarray, " _"]], sharing: Sharing
+    sequences: Sequences, terms: _Terms, rows: list[Int[np.ndarray, " _"]], sharing: Sharing
 ) -> _Forest:
     numbers = np.concatenate([np.zeros(0, np.int64), *rows])
     sizes = np.array([len(row) for row in rows], dtype=np.int64)
@@ -254,16 +258,16 @@ def _forest(
     common = sharing.select(sequences, position[numbers[by_row]], row[by_row])
     order, shared = pre_order(build_trie(sequences.length[numbers[by_row]], common), by_row)
     order = by_row[order]
-    terms, owner, depth = _find_terms(sequences, trained, numbers)
+    token, owner = terms.ordered(numbers)
     place = np.empty(len(numbers), np.int64)
     place[order] = np.arange(len(numbers))
     length = sequences.length[numbers[order]]
-    layout = lay_out(length, shared, place[owner], depth)
+    layout = lay_out(length, shared, place[owner], token - sequences.start[numbers][owner])
     used = np.zeros(len(layout.parent), np.bool_)
     used[layout.asked] = True
     row_ends = np.cumsum(sizes)
     token_ends = np.cumsum(length - shared)[row_ends - 1] if len(numbers) else np.zeros(len(rows), np.int64)
-    return _Forest(sequences, sharing, numbers, row_ends, terms, owner, order, shared, layout, used, token_ends)
+    return _Forest(sequences, sharing, numbers, row_ends, token, owner, order, shared, layout, used, token_ends)
 
 
 def _build_rows(samples: Sequence[Sample], forest: _Forest) -> list[Row]:

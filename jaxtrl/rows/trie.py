@@ -79,26 +79,40 @@ def build_trie(length: Int[np.ndarray, " n"], common: Int[np.ndarray, " n"]) -> 
     """
     root = len(length)
     depth, parent = [*length.tolist(), 0], [root] * root + [-1]
-    first, last = [*range(root), 0], [root - 1] * (root + 1)
-    bottom_up: list[int] = []
+    first, last = [*range(root), 0], [*range(root), root - 1]
+    alone = np.append(common[1:] == 0, True)[:root] & (common == 0)
+    bottom_up = np.flatnonzero(alone).tolist()
     path = [root]  # the nodes from the root to the end of the last sequence
-    for leaf, shared in enumerate(common.tolist()):
-        below = root
-        while len(path) > 1 and (depth[path[-1]] > shared or not shared):
-            below = path.pop()
-            last[below] = leaf - 1
-            bottom_up.append(below)
-        if depth[path[-1]] < shared:
-            fork = len(depth)
-            depth.append(shared)
-            parent.append(path[-1])
-            first.append(first[below])
-            last.append(root - 1)
-            parent[below] = fork
-            path.append(fork)
-        parent[leaf] = path[-1]
+    leaves = np.flatnonzero(~alone)
+    previous = 0
+    for leaf, shared in zip(leaves.tolist(), common[leaves].tolist(), strict=True):
+        top = path[-1]
+        if not shared:
+            while top != root:
+                last[top] = previous
+                bottom_up.append(path.pop())
+                top = path[-1]
+        else:
+            below = root
+            while depth[top] > shared:
+                below = path.pop()
+                last[below] = previous
+                bottom_up.append(below)
+                top = path[-1]
+            if depth[top] < shared:
+                parent[below] = len(depth)
+                parent.append(top)
+                top = len(depth)
+                path.append(top)
+                depth.append(shared)
+                first.append(first[below])
+                last.append(leaf)
+        parent[leaf] = top
         path.append(leaf)
-    bottom_up += path[:0:-1]
+        previous = leaf
+    for node in path[:0:-1]:
+        last[node] = previous
+        bottom_up.append(node)
     return Trie(*(np.array(x, dtype=np.int64) for x in (depth, parent, first, last, bottom_up)))
 
 
@@ -156,17 +170,23 @@ def lay_out(
     own = length - common
     end = np.cumsum(own)
     begin, total = end - own, int(own.sum())
+    tree = np.cumsum(common == 0) - 1
+    tree_ends = np.append(begin[common == 0], total)[1:]
     position_ids = np.arange(total) - np.repeat(begin - common, own)
-    visible_until = np.full(total, total)
+    visible_until = np.repeat(tree_ends[tree], own)
     parent = np.arange(total) - 1
     asked = begin[who] + where - common[who]
     shared = np.flatnonzero(where < common[who])  # these lie on the path of an earlier sequence
     shared = shared[np.argsort(who[shared], kind="stable")]
     bounds = np.searchsorted(who[shared], np.arange(len(length) + 1))
     pieces: list[tuple[int, int, int]] = []  # of the current path: first depth, end depth, place of its first token
-    steps = zip(*(x.tolist() for x in (common, length, begin, bounds[:-1], bounds[1:])), strict=True)
+    busy = np.flatnonzero((common > 0) | np.append(common[1:] > 0, False)[: len(common)])
+    steps = zip(*(x[busy].tolist() for x in (common, length, begin, bounds[:-1], bounds[1:])), strict=True)
     for depth, until, place, ask, stop in steps:
-        while pieces and pieces[-1][1] > depth:
+        if not depth:
+            pieces = [(0, until, place)]
+            continue
+        while pieces[-1][1] > depth:
             low, high, at = pieces.pop()
             cut = max(low, depth)
             visible_until[at + cut - low : at + high - low] = place
@@ -178,8 +198,7 @@ def lay_out(
             piece = np.searchsorted(lows, where[query], side="right") - 1
             asked[query] = ats[piece] + where[query] - lows[piece]
         if until > depth:
-            if depth:
-                low, _, at = pieces[-1]
-                parent[place] = at + depth - 1 - low
+            low, _, at = pieces[-1]
+            parent[place] = at + depth - 1 - low
             pieces.append((depth, until, place))
     return Layout(begin, position_ids, visible_until, parent, asked)
