@@ -165,7 +165,7 @@ def _statistics(hidden, weight, target, temperature, kept=None):
         if gradient is not None:
             kept, expected = gradient
             entries = e.astype(kept.dtype)
-            expected = expected * shrink + _dot(_transposed(rows), entries, 1, 0)
+            expected = expected * shrink + _dot(_transposed(rows, slots), entries, 1, 0)
             gradient = lax.dynamic_update_index_in_dim(kept, entries, block.number, 0), expected
         return (highest, others * shrink + e.sum(0), weighted, gradient), None if gradient is None else highest
 
@@ -181,9 +181,10 @@ def _statistics(hidden, weight, target, temperature, kept=None):
     return _Statistics(top, others, weighted, picked, rounding), kept, tops, expected
 
 
-def _transposed(rows: Array) -> Array:
-    """On a CPU really so: XLA has no fast kernel for a product that contracts its first operand's first axis."""
-    return lax.optimization_barrier(rows.T) if jax.default_backend() == "cpu" else rows.T
+def _transposed(rows: Array, slots: int) -> Array:
+    """On a CPU really so where it pays (768 slots: measured): XLA's kernel for a product that contracts its first
+    operand's first axis is a fifth slower."""
+    return lax.optimization_barrier(rows.T) if jax.default_backend() == "cpu" and slots >= 768 else rows.T
 
 
 def _add_rows(dweight: Array, block: _Blocks, e: Array, scaled: Array) -> Array:
@@ -246,7 +247,8 @@ def _score_backward(temperature, chunk, saved, cotangents):
             row = block.start + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
             e = jnp.where(row == target, remainder, jnp.exp(_logits(hidden, rows, temperature) - log_sum))
             e = jnp.where(row < block.fresh, 0.0, e).astype(hidden.dtype)
-            return (dhidden + _dot(_transposed(rows), e, 1, 0), _add_rows(dweight, block, e, scaled)), None
+            dhidden = dhidden + _dot(_transposed(rows, e.shape[1]), e, 1, 0)
+            return (dhidden, _add_rows(dweight, block, e, scaled)), None
 
         start = vary(jnp.zeros(hidden.shape[::-1], jnp.float32), axes)
         blocks = _Blocks.of(cast.shape[0], hidden.shape[0], axes)
