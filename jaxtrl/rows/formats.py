@@ -216,6 +216,8 @@ def parse_tokens(row: dict[str, Any], completion_only: bool) -> Tokens:
     for name, values in lists.items():
         if len(values) != len(ids):
             raise ValueError(f"`{name}` has {len(values)} entries for {len(ids)} input_ids")
+    if any(isinstance(token, bool) for token in ids):  # in a mask they are fine
+        raise ValueError("`input_ids` holds true or false: it must be a list of integers")
     if any(token < 0 for token in ids):
         raise ValueError(f"`input_ids` holds the negative id {min(ids)}")
     if "labels" in lists:

@@ -140,9 +140,16 @@ def make_schedule(
     if unknown:
         allowed = ", ".join(names) or "no option"
         raise ValueError(f"schedule {schedule!r} has no option {sorted(unknown)[0]!r}: it takes {allowed}")
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not name.endswith("_type") and not (is_number and 0 <= value < math.inf):
+            raise ValueError(f"{name} of schedule {schedule!r} is {value!r}: it must be a number from 0 on")
     if "min_lr" in options:
         if "min_lr_rate" in options:
             raise ValueError("min_lr and min_lr_rate are both set: leave one out")
+        if not learning_rate:
+            raise ValueError("min_lr is set and learning_rate is 0: raise learning_rate")
         options["min_lr_rate"] = options.pop("min_lr") / learning_rate
     factor = factory(total_steps=total_steps, warmup_steps=warmup_steps, **options)
 

@@ -138,6 +138,7 @@ def test_tokens_and_masks():
         ({"input_ids": [5, 6], "labels": [5]}, "`labels` has 1 entries for 2 input_ids"),
         ({"input_ids": [5, 6], "labels": [6, -100]}, "label 6 at position 0"),
         ({"input_ids": [5, -1]}, "negative id -1"),
+        ({"input_ids": [True, False]}, "holds true or false"),
         ({"input_ids": [5, "a"]}, "list of integers"),
         ({"input_ids": None}, "no `input_ids`"),
     ):

@@ -587,6 +587,10 @@ def test_schedule_ticks_per_update():
         ({"schedule": "linear", "num_cycles": 2}, "schedule 'linear' has no option 'num_cycles': it takes no option"),
         ({"schedule": "cosine", "min_lr": 2}, "schedule 'cosine' has no option 'min_lr': it takes num_cycles"),
         ({"schedule": "cosine_with_min_lr"}, "needs min_lr or min_lr_rate"),
+        ({"schedule": "cosine_with_min_lr", "min_lr": None}, "needs min_lr or min_lr_rate"),
+        ({"schedule": "cosine_with_min_lr", "min_lr_rate": "x"}, "min_lr_rate of schedule .* is 'x': it must be a num"),
+        ({"schedule": "cosine", "num_cycles": float("nan")}, "num_cycles of schedule .* is nan"),
+        ({"schedule": "inverse_sqrt", "timescale": -1}, "timescale of schedule .* is -1"),
         ({"schedule": "cosine_with_min_lr", "min_lr": 1e-5, "min_lr_rate": 0.1}, "both set"),
         ({"schedule": "warmup_stable_decay"}, "needs num_decay_steps"),
         ({"schedule": "warmup_stable_decay", "num_decay_steps": 3, "decay_type": "x"}, "decay_type is 'x': use one of"),
@@ -594,6 +598,8 @@ def test_schedule_ticks_per_update():
     ],
 )
 def test_schedule_refuses(options, message):
+    with pytest.raises(ValueError, match="min_lr is set and learning_rate is 0"):
+        make_schedule(0.0, 10, schedule="cosine_with_min_lr", min_lr=1e-5)
     with pytest.raises(ValueError, match=message):
         make_schedule(1e-3, 10, **options)
     with pytest.raises(ValueError, match=message):
