@@ -184,6 +184,11 @@ class TrainConfig(metaclass=OptionsType):
             self.eval_steps = self.logging_steps
         for kind in ("logging", "eval", "save"):
             _check_interval(f"{kind}_steps", getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps"))
+        for name in ("seed", "data_seed"):
+            if (getattr(self, name) or 0) >= 2**32:
+                raise ValueError(f"{name}: expected at most {2**32 - 1}, got {getattr(self, name)}")
+        if self.adam_epsilon == 0:
+            raise ValueError("adam_epsilon: expected more than 0, or a parameter without a gradient becomes NaN")
         for name in ("adam_beta1", "adam_beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)!r}")
