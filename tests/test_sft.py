@@ -63,6 +63,12 @@ def test_what_is_wrong_besides_the_data_is_said_before_it_is_read(options, tmp_p
     assert "cannot be made" in sentence([*argv, f"--output_dir={weights}"], capsys)[1]
 
 
+def test_empty_names_are_said(options, capsys):
+    """As of a shell's variable that is not set."""
+    assert "the data set's name is empty" in sentence([*options, "--dataset_name="], capsys)[1]
+    assert "the model's name is empty" in sentence([*options, "--model_name_or_path=", "--dataset_name=x"], capsys)[1]
+
+
 def test_a_mistyped_folder_is_not_resumed(options, tmp_path, capsys):
     code, text = sentence([*options, "--resume_from_checkpoint=true"], capsys)
     assert code == 1

@@ -197,6 +197,8 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
 
     Raises FileNotFoundError with one sentence where neither exists.
     """
+    if not str(name).strip():  # an unset variable of a shell; Path("") would be the working folder
+        raise FileNotFoundError("the model's name is empty: give a checkpoint folder or a Hugging Face hub id")
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -62,6 +62,8 @@ def load_source(
         return source[split]
     if isinstance(source, Dataset | IterableDataset):
         return source
+    if isinstance(source, str) and not source.strip():
+        raise FileNotFoundError("the data set's name is empty: give a path, a glob or a hub id")
     if isinstance(source, str | os.PathLike):
         paths = _expand(os.fspath(source))
         if paths is None:
