@@ -224,6 +224,14 @@ def round_trip() -> bool:
     return same
 
 
+def _tolerance(text: str) -> float:
+    """A number from 0 on; with NaN no difference would ever be too large."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, got {text}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxtrl.convert", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="{to-flax,to-hf,verify}")
@@ -244,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("source", metavar="SRC", help=source)
         command.add_argument("target", metavar="DST", help="a checkpoint" if name == "verify" else "a new folder")
         if name == "verify":
-            command.add_argument("--tolerance", type=float, default=0.0, help="largest allowed absolute difference (0)")
+            command.add_argument("--tolerance", type=_tolerance, default=0.0, help="largest allowed absolute difference (0)")
             command.add_argument("--no_logits", action="store_true", help="compare tensors only")
         else:
             command.add_argument("--dtype", choices=DTYPES, default="keep", help="cast the weights (keep)")

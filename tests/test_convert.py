@@ -179,6 +179,8 @@ def test_a_training_checkpoint_converts_to_what_the_run_ends_with(tmp_path, caps
         ["to-hf", "a", "b", "--dtyp", "float32"],
         ["to-hf", "a", "b", "--dtype", "int8"],
         ["verify", "a", "b", "--tolerance", "small"],
+        ["verify", "a", "b", "--tolerance", "nan"],
+        ["verify", "a", "b", "--tolerance", "-1"],
     ],
 )
 def test_usage_errors_exit_with_two(argv, capsys):
