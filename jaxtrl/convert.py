@@ -252,7 +252,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("source", metavar="SRC", help=source)
         command.add_argument("target", metavar="DST", help="a checkpoint" if name == "verify" else "a new folder")
         if name == "verify":
-            command.add_argument("--tolerance", type=_tolerance, default=0.0, help="largest allowed absolute difference (0)")
+            command.add_argument(
+                "--tolerance", type=_tolerance, default=0.0, help="largest allowed absolute difference (0)"
+            )
             command.add_argument("--no_logits", action="store_true", help="compare tensors only")
         else:
             command.add_argument("--dtype", choices=DTYPES, default="keep", help="cast the weights (keep)")
