@@ -4,8 +4,6 @@ Without a model it trains a tiny Qwen3 from scratch on bundled sample chats.
 """
 
 import glob
-import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,29 +37,18 @@ OF_SAMPLE_DATA = ("assistant_only_loss", "eval_strategy", "eval_steps")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. Wrong input is one sentence on stderr (JAXTRL_TRACEBACK=1: all of it)."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found" is no news here
-    argv = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):  # data may hold what the terminal's encoding lacks
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
     from jaxtrl.trainers.arguments import parse
+    from jaxtrl.trainers.command import prepare_terminal, run_command
     from jaxtrl.trainers.sft_config import SFTConfig
 
-    (args,) = parse([SFTConfig], [*_tiny_flags(argv), *argv], prog=PROG, description=DESCRIPTION)
-    try:
-        _run(args)
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted; --resume_from_checkpoint true goes on from the newest checkpoint", file=sys.stderr)
-        return 130
-    except (ValueError, TypeError, OSError) as error:
-        if os.environ.get("JAXTRL_TRACEBACK"):
-            raise
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    prepare_terminal()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    (args,) = parse([SFTConfig], [*tiny_flags(argv), *argv], prog=PROG, description=DESCRIPTION)
+    goes_on = "interrupted; --resume_from_checkpoint true goes on from the newest checkpoint"
+    return run_command(PROG, lambda: _run(args), goes_on)
 
 
-def _tiny_flags(argv: Sequence[str]) -> list[str]:
+def tiny_flags(argv: Sequence[str]) -> list[str]:
     """The options of the embedded default, unless the user names a model or a configuration.
 
     With other data, those that belong to the bundled chats are left out.
@@ -80,6 +67,7 @@ def _run(args: Any) -> None:
     begin_folder(Path(args.output_dir), args.resume_from_checkpoint, args.to_dict())
     import jax  # its start takes seconds, in which a killed job should already be one that can be resumed
 
+    from jaxtrl.hardware.compile_cache import enable_compile_cache
     from jaxtrl.hardware.memory import keep_freed_memory
     from jaxtrl.trainers.checks import check_files
     from jaxtrl.trainers.model_source import load_tokenizer, tiny_model
@@ -87,14 +75,15 @@ def _run(args: Any) -> None:
 
     if jax.default_backend() == "cpu":
         keep_freed_memory()
-    sources = _data_sources(args)
+    sources = data_sources(args)
     model: Any = None
     tokenizer = None
     if args.model_name_or_path is not None:  # what is wrong with it is said before the data is read
         model = check_files(args.model_name_or_path, args).source
         tokenizer = load_tokenizer(model, args.trust_remote_code)
-    train, evaluation = (None if source is None else _load(source, args) for source in sources)
+    train, evaluation = (None if source is None else load_data(source, args) for source in sources)
     if model is None:
+        enable_compile_cache(args.compile_cache)  # before the first compile, that of the initial weights
         model, tokenizer = tiny_model(args.seed)
     trainer = SFTTrainer(model, args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer)
     trainer.train()
@@ -102,7 +91,7 @@ def _run(args: Any) -> None:
         trainer.save_model()
 
 
-def _data_sources(args: Any) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
+def data_sources(args: Any) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
     """(source, split) of the training and the evaluation data (None: no evaluation): the bundled chats where neither
     model nor data are named."""
     from jaxtrl.assets import eval_data_path, sample_data_path
@@ -123,7 +112,7 @@ def _data_sources(args: Any) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
     return train, (args.dataset_name, args.dataset_test_split)
 
 
-def _load(source: tuple[Any, str], args: Any) -> Any:
+def load_data(source: tuple[Any, str], args: Any) -> Any:
     from jaxtrl.rows.sources import load_source
 
     name, split = source

@@ -22,12 +22,13 @@ from jaxtrl.model.qwen3 import model_params
 from jaxtrl.rows.batch import RowBatch, Sample, concat_rows, make_batch
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE, visited_blocks
 from jaxtrl.rows.ladder import ShapeSet
+from jaxtrl.rows.needs import need_of, stack_needs
 from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, tokenize_dataset
 from jaxtrl.train.flops import train_flops
 from jaxtrl.train.optimizer import make_optimizer
 from jaxtrl.train.state import TrainState
-from jaxtrl.train.step import make_sft_step
+from jaxtrl.train.step import make_sft_step, skip_lanes
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--gradient_checkpointing", choices=("true", "false"), default="true", help="default true, as in TRL"
     )
-    out.add_argument("--pad_to_multiple_of", default="none", help="shape set: none (default), auto, or an integer")
+    out.add_argument("--pad_to_multiple_of", default="none", help="shape set: none (default), auto, K, optimal:K")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return out
 
@@ -56,9 +57,13 @@ def batches(args: argparse.Namespace) -> list[tuple[RowBatch, int]]:
     tokenized, _ = tokenize_dataset(dataset, tokenizer, TokenizeOptions(max_length=args.max_length))
     samples = [Sample(np.asarray(row["input_ids"], np.int32), np.asarray(row["loss_mask"], bool)) for row in tokenized]
     setting = args.pad_to_multiple_of
-    shapes = ShapeSet.from_setting(int(setting) if setting.isdigit() else setting)
     rows = [concat_rows(samples[i : i + args.batch]) for i in range(0, len(samples), args.batch)]
-    return [(make_batch([row], shapes.classify([row])), len(row.input_ids)) for row in rows]
+    needs = [need_of([row]) for row in rows]
+    shapes = ShapeSet.from_setting(int(setting) if setting.isdigit() else setting).fit(stack_needs(needs))
+    return [
+        (skip_lanes(make_batch([row], shapes.class_of(need))), len(row.input_ids))
+        for row, need in zip(rows, needs, strict=True)
+    ]
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,6 +5,11 @@ on Neuron and stays off there.
 """
 
 import os
+import re
+import threading
+import time
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -12,8 +17,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 OFF = ("off", "none", "false")
 _HIT = "/jax/compilation_cache/cache_hits"
-_MISS = "/jax/compilation_cache/cache_misses"
-_counts = {_HIT: 0, _MISS: 0}
+CHECKED = "jaxtrl-checked"  # its time: when the entries of a cache were last checked
+_ENTRY = "-cache"  # how the names of JAX's entries end
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_hits = threading.local()  # JAX reports in the thread that compiles
 _listening = False
 
 
@@ -42,6 +49,13 @@ def enable_compile_cache(setting: str = "auto", backend: str | None = None) -> s
     return _use(setting)
 
 
+def set_compile_effort(effort: str, backend: str | None = None) -> None:
+    """On Neuron "low" adds -O1 and "high" -O2 to NEURON_CC_FLAGS, unless a level is given there; elsewhere nothing."""
+    flags = os.environ.get("NEURON_CC_FLAGS", "")
+    if (backend or jax.default_backend()) == "neuron" and not re.search(r"(^|\s)(-O|--optlevel)", flags):
+        os.environ["NEURON_CC_FLAGS"] = f"{flags} {'-O2' if effort == 'high' else '-O1'}".strip()
+
+
 def _enable_neuron(setting: str) -> str | None:
     jax.config.update("jax_enable_compilation_cache", False)
     if setting.lower() in OFF:
@@ -58,10 +72,43 @@ def _use(folder: str | None) -> str | None:
     if folder is not None and folder != _jax_folder():
         jax.config.update("jax_compilation_cache_dir", folder)
     if folder is not None:
+        if "://" not in folder:
+            remove_broken(Path(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # JAX decides at its first compile whether there is a cache; decide again
     return folder
+
+
+def remove_broken(folder: Path) -> list[Path]:
+    """Delete the entries of JAX's cache that were cut short; returns them.
+
+    JAX writes entries in place, so that a process killed meanwhile leaves a part, which is never replaced: every later
+    run would warn and compile again. Only entries written since the last check are read.
+    """
+    mark, begin = folder / CHECKED, time.time_ns()
+    since = mark.stat().st_mtime_ns if mark.exists() else 0
+    broken = []
+    for path in sorted(folder.glob(f"*{_ENTRY}")):
+        with suppress(FileNotFoundError):  # another process may tidy up at the same time
+            if path.stat().st_mtime_ns >= since and not _is_whole(path.read_bytes()):
+                path.unlink()
+                broken.append(path)
+    mark.touch()
+    os.utime(mark, ns=(begin, begin))
+    return broken
+
+
+def _is_whole(entry: bytes) -> bool:
+    """Whether the compressed data has its end (zstd, which JAX uses where it is installed, cannot be told: True)."""
+    if entry.startswith(_ZSTD) and len(entry) > len(_ZSTD):
+        return True
+    stream = zlib.decompressobj()
+    try:
+        stream.decompress(entry)
+    except zlib.error:
+        return False
+    return stream.eof
 
 
 def _jax_folder() -> str | None:
@@ -79,8 +126,8 @@ def _is_writable(folder: str) -> bool:
 
 
 def cache_hits() -> int:
-    """Programs that this process has loaded from JAX's cache since the cache was first enabled."""
-    return _counts[_HIT]
+    """Programs that this thread has loaded from JAX's cache since the cache was first enabled."""
+    return getattr(_hits, "count", 0)
 
 
 def _listen() -> None:
@@ -91,5 +138,5 @@ def _listen() -> None:
 
 
 def _count(event: str, **_: str | int) -> None:
-    if event in _counts:
-        _counts[event] += 1
+    if event == _HIT:
+        _hits.count = cache_hits() + 1

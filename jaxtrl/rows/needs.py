@@ -45,6 +45,11 @@ class Needs(NamedTuple):
         return Needs(*(field.reshape(-1, devices).max(axis=1) for field in self))
 
 
+def stack_needs(each: Sequence[Need]) -> Needs:
+    """`Needs` of batches that were looked at one by one."""
+    return Needs(*np.array(each, np.int64).reshape(-1, len(Need._fields)).T)
+
+
 def need_of(rows: Sequence[Row], block_size: int = DEFAULT_BLOCK_SIZE) -> Need:
     """What a batch of these rows needs. Raises ValueError without rows."""
     if not rows:

@@ -46,6 +46,18 @@ class TrainConfig(metaclass=OptionsType):
         "Folder where compiled programs are kept for the next run (auto: the user's cache folder; off: nowhere).",
         group="run",
     )
+    compile_effort: str = option(
+        "low",
+        "low: layers in a loop, little compiling (-O1 on Neuron); high: unrolled layers, faster steps (-O2).",
+        group="run",
+        choices=("low", "high"),
+    )
+    warmup: bool | str = option(
+        "none",
+        "When programs are compiled: none (as they come), before step 1 in threads (also: true), or in the background.",
+        group="run",
+        choices=("none", "before", "background"),
+    )
     seed: int = option(
         42, "Seed of the initial weights and, unless data_seed is set, of the data order.", group="run", minimum=0
     )
@@ -180,6 +192,8 @@ class TrainConfig(metaclass=OptionsType):
             self.gradient_checkpointing = self.activation_checkpointing
         self.resume_from_checkpoint = self.resume_from_checkpoint or None
         self.report_to = _integrations(self.report_to)
+        if isinstance(self.warmup, bool):
+            self.warmup = "before" if self.warmup else "none"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         for kind in ("logging", "eval", "save"):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxtrl.hardware.devices import describe_devices
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params
-from jaxtrl.rows.batch import Sample
+from jaxtrl.rows.batch import Sample, ShapeClass
 from jaxtrl.rows.tokenize import TokenizeReport, show_example
 from jaxtrl.train.compiled import Program, Programs
 from jaxtrl.trainers.data import Batches
@@ -27,6 +27,7 @@ def introduction(
     extent: Extent,
     data: dict[str, tuple[TokenizeReport, Batches]],
     cache: str,
+    programs: str,
 ) -> str:
     """Aligned `name  value` lines: model, devices, data, shapes, steps, and where things are kept."""
     sizes = extent.sizes
@@ -40,10 +41,10 @@ def introduction(
     for name, (report, batches) in data.items():
         packed = "" if batches.lines.packing is None else f", packed into {batches.lines.count or 'a stream of'} rows"
         lines[name.replace("_", " ")] = f"{report.summary()}{packed}"
-    shapes = data["train"][1].shapes
-    lines["shapes"] = f"pad_to_multiple_of {args.pad_to_multiple_of}" + "".join(
-        f", {shape}" for shape in shapes.classes
-    )
+    lines["shapes"] = f"pad_to_multiple_of {args.pad_to_multiple_of}"
+    if classes := data["train"][1].shapes.classes:
+        lines["shapes"] += f", rows of {', '.join(f'{size:,}' for size in sorted({c.tokens for c in classes}))} tokens"
+    lines["programs"] = programs
     lines["steps"] = (
         f"{extent.steps:,} of {sizes.rows_per_step} rows ({sizes.per_device} a device, {sizes.devices} devices, "
         f"{sizes.accumulation} micro-batches), {extent.epochs} epochs"
@@ -60,13 +61,32 @@ def show_sample(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
 
 def describe_compile(program: Program) -> str:
     source = "loaded from the compile cache" if program.from_cache else "compiled"
-    memory = f", {program.memory_bytes / 2**30:.2f} GiB" if program.memory_bytes else ""
+    memory = f", {program.memory.total / 2**30:.2f} GiB" if program.memory.total else ""
     return f"program {program.kind} {_describe_shape(program.shape)}: {source} in {program.seconds:.1f} s{memory}"
 
 
 def _describe_shape(shape: Any) -> str:
     sizes = shape._asdict() if hasattr(shape, "_asdict") else {}
     return ", ".join(f"{size} {name}" for name, size in sizes.items())
+
+
+def program_table(programs: Programs) -> str:
+    """One line per compiled program: its sizes, how often it ran, what it took and where it came from."""
+    lines: list[tuple[str, ...]] = [("program", "tokens", "slots", "terms", "lanes", "runs", "seconds", "from", "GiB")]
+    for program in programs.compiled:
+        sizes = program.shape if isinstance(program.shape, ShapeClass) else ("",) * 4
+        source = "cache" if program.from_cache else "compiler"
+        runs = programs.calls[program.kind, program.shape]
+        gib = f"{program.memory.total / 2**30:.2f}"
+        numbers = [f"{size:,}" if isinstance(size, int) else size for size in (*sizes, runs)]
+        lines.append((program.kind, *numbers, f"{program.seconds:.1f}", source, gib))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
 
 
 def summary(logs: dict[str, float | int], steps: int, programs: Programs, folder: Path) -> str:

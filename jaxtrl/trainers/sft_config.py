@@ -39,7 +39,20 @@ class SFTConfig(TrainConfig):
     eval_packing: bool | None = option(None, "Pack the evaluation data too (none: as packing).", group="packing")
     pad_to_multiple_of: int | str | None = option(
         "auto",
-        "Row sizes, each compiled once: auto (128, 256, 384, 512, 768, ...), K (multiples of K), fixed:N or none.",
+        "Row sizes, each compiled once: auto (128, 256, 384, 512, 768, ...), K (multiples of K), "
+        "optimal:K (the K sizes that waste least on this data), fixed:N or none.",
+        group="packing",
+        minimum=1,
+    )
+    max_programs: int | None = option(
+        None,
+        "Shapes of batches at most; others are merged into larger ones before step 1 (none: 12 with auto).",
+        group="packing",
+        minimum=1,
+    )
+    batch_window: int = option(
+        1,
+        "Form batches among so many consecutive ones so that they fall on few row sizes with little padding (1: not).",
         group="packing",
         minimum=1,
     )
@@ -66,11 +79,13 @@ class SFTConfig(TrainConfig):
         _check_row_sizes(self.pad_to_multiple_of)
         if self.dataset_streaming and self.max_steps < 1:
             raise ValueError("max_steps: dataset_streaming needs a number of steps, the length of a stream is unknown")
+        if self.batch_window > 1 and self.packing:
+            raise ValueError("batch_window: packed rows have one size already, leave it out or set packing to false")
 
 
 def _check_row_sizes(setting: int | str) -> None:
     if isinstance(setting, int) or setting in ("auto", "none"):
         return
     kind, _, number = setting.partition(":")
-    if kind != "fixed" or not number.isdigit() or int(number) < 1:
-        raise ValueError(f"pad_to_multiple_of: expected auto, none, a number or fixed:N, got {setting!r}")
+    if kind not in ("fixed", "optimal") or not number.isdigit() or int(number) < 1:
+        raise ValueError(f"pad_to_multiple_of: expected auto, none, a number, optimal:K or fixed:N, got {setting!r}")

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.batch import Sample
+from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE as BLOCK
 from jaxtrl.rows.order import BatchSizes, epoch_order
 from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, TokenizeReport, tokenize_dataset
@@ -66,6 +67,42 @@ def prepare_data(
     return PreparedData(lines, report, lines.load([0])[0][0])
 
 
+def make_batches(
+    name: str,
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    args: SFTConfig,
+    vocab_size: int,
+    devices: int,
+    formatting_func: Callable[[dict[str, Any]], str] | None = None,
+) -> tuple[PreparedData, Batches]:
+    """Data and batches of the data set called "train", "eval" or "eval_NAME"; the shapes of evaluation are chosen."""
+    train = name == "train"
+    packed = args.packing if train or args.eval_packing is None else args.eval_packing
+    data = prepare_data(
+        dataset,
+        tokenizer,
+        args,
+        vocab_size,
+        packed=packed,
+        shuffled=train and args.shuffle_dataset,
+        formatting_func=formatting_func,
+    )
+    assert args.pad_to_multiple_of is not None  # SFTConfig makes it "none"
+    setting, limit = args.pad_to_multiple_of, args.max_programs
+    if train:
+        return data, Batches(data.lines, args.per_device_train_batch_size, setting, BLOCK, limit, args.batch_window)
+    batches = Batches(data.lines, args.per_device_eval_batch_size, setting, BLOCK, limit)
+    if data.lines.count is not None:
+        batches.fit(batches.foresee_in_order(devices))
+    return data, batches
+
+
+def is_shuffled(args: SFTConfig) -> bool:
+    """Whether each epoch has an order of its own."""
+    return args.train_sampling_strategy == "random"
+
+
 def data_seed(args: SFTConfig) -> int:
     """The seed of the order of the data."""
     return args.seed if args.data_seed is None else args.data_seed
@@ -81,6 +118,9 @@ def run_facts(args: SFTConfig, batches: Batches, sizes: BatchSizes, dtype: Any, 
         "the data (checksum of lengths)": batches.lines.fingerprint,
         "the order's seed": data_seed(args),
         "train_sampling_strategy": args.train_sampling_strategy,
+        "batch_window": args.batch_window,
+        "pad_to_multiple_of": args.pad_to_multiple_of,
+        "max_programs": args.max_programs,
         "the shape set": batches.shapes.to_json(),
         "the compute dtype": str(dtype),
         "loss_type": args.loss_type,

@@ -1,5 +1,6 @@
 """The device programs of supervised fine-tuning, called with the trainer's micro-batches."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtrl.hardware.devices import peak_flops
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params
-from jaxtrl.train.compiled import Programs
+from jaxtrl.rows.batch import ShapeClass, concat_rows, make_batch
+from jaxtrl.train.compiled import Job, Programs
 from jaxtrl.train.flops import train_flops
 from jaxtrl.train.mesh import replicated, row_count, row_sharding
 from jaxtrl.train.optimizer import make_optimizer, make_schedule
 from jaxtrl.train.state import TrainState
-from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
+from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step, skip_lanes
 from jaxtrl.trainers.data import MicroBatch
 from jaxtrl.trainers.sft_config import SFTConfig
 
@@ -23,22 +25,31 @@ from jaxtrl.trainers.sft_config import SFTConfig
 class SFTSteps:
     """Train, eval and score steps, each compiled once per shape class through `programs`.
 
-    Where an optimizer step is one micro-batch, loss, gradient and update are one fused program.
+    Where an optimizer step is one micro-batch, loss, gradient and update are one fused program. On a CPU padding lanes
+    are left out (`CountedTables`).
     """
 
     def __init__(self, config: Qwen3Config, args: SFTConfig, mesh: Mesh | None, programs: Programs):
         self.config, self.args, self.mesh, self.programs = config, args, mesh, programs
         self.dtype = jnp.dtype(args.compute_dtype())
         self._sharding = replicated(mesh) or SingleDeviceSharding(jax.devices()[0])
-        self._eval = make_eval_step(config, mesh, loss_type=args.loss_type, dtype=self.dtype)
-        self._score = make_score_step(config, mesh, dtype=self.dtype, hits=True)
+        self._unroll = config.num_hidden_layers if args.compile_effort == "high" else 1
+        common: dict[str, Any] = {"dtype": self.dtype, "unroll": self._unroll}
+        self._eval = make_eval_step(config, mesh, loss_type=args.loss_type, **common)
+        self._score = make_score_step(config, mesh, hits=True, **common)
 
     def prepare_training(self, optimizer: optax.GradientTransformation) -> None:
         """Make the train step for this optimizer."""
         self.optimizer = optimizer
         remat = "full" if self.args.gradient_checkpointing else "matmuls"
         self._step = make_sft_step(
-            self.config, optimizer, self.mesh, loss_type=self.args.loss_type, dtype=self.dtype, remat=remat
+            self.config,
+            optimizer,
+            self.mesh,
+            loss_type=self.args.loss_type,
+            dtype=self.dtype,
+            remat=remat,
+            unroll=self._unroll,
         )
 
     def create_state(self, params: Any) -> TrainState:
@@ -47,8 +58,8 @@ class SFTSteps:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore one into."""
-        state = jax.eval_shape(lambda p: TrainState.create(p, self.optimizer), abstract_params(self.config))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), state)
+        params = abstract_params(self.config)
+        return self._abstract(jax.eval_shape(lambda p: TrainState.create(p, self.optimizer), params))
 
     def place(self, params: Any) -> Any:
         """The parameters on the devices of the mesh (no copy where they already are).
@@ -78,7 +89,7 @@ class SFTSteps:
 
     def count_flops(self, micro_batches: list[MicroBatch]) -> float:
         """Model FLOPs of a step, as MFU counts them: real tokens, nothing for recomputation."""
-        tokens, pairs, slots = (sum(getattr(m, name) for m in micro_batches) for name in ("tokens", "pairs", "slots"))
+        tokens, pairs, slots = (sum(getattr(m, name) for m in micro_batches) for name in ("distinct", "pairs", "slots"))
         return train_flops(self.config, tokens, pairs, slots, remat="matmuls").total
 
     def peak_flops(self) -> float | None:
@@ -86,8 +97,40 @@ class SFTSteps:
         peak = peak_flops(jax.devices()[0], str(self.dtype))
         return None if peak is None else peak * row_count(self.mesh)
 
+    def train_jobs(self, shapes: Iterable[ShapeClass]) -> Iterator[Job]:
+        """The programs of optimizer steps on micro-batches of these classes."""
+        state = self.abstract_state()
+        if self.args.gradient_accumulation_steps == 1:
+            for shape in shapes:
+                yield Job("train", shape, self._step.fused, (state, self._abstract_batch(shape)))
+            return
+        sums = self._abstract(jax.eval_shape(self._step.init, state.params))
+        yield Job("zeros", (), self._step.init, (state.params,))
+        for shape in shapes:
+            batch = self._abstract_batch(shape)
+            yield Job("accumulate", shape, self._step.accumulate, (state.params, sums, batch))
+        yield Job("update", (), self._step.apply, (state, sums))
+
+    def eval_jobs(self, shapes: Iterable[ShapeClass], scored: bool) -> Iterator[Job]:
+        """The programs of evaluation on batches of these classes; `scored`: with those of `score`."""
+        params = self._abstract(abstract_params(self.config))
+        for shape in shapes:
+            batch = self._abstract_batch(shape)
+            yield Job("eval", shape, self._eval, (params, batch))
+            if scored:
+                yield Job("score", shape, self._score, (params, batch))
+
+    def _abstract(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree)
+
+    def _abstract_batch(self, shape: ShapeClass) -> Any:
+        rows = [concat_rows([])] * row_count(self.mesh)
+        batch = skip_lanes(make_batch(rows, shape))
+        sharding = row_sharding(self.mesh)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
+
     def _batch(self, micro: MicroBatch) -> Any:
-        return jax.device_put(micro.batch, row_sharding(self.mesh))
+        return jax.device_put(skip_lanes(micro.batch), row_sharding(self.mesh))
 
 
 def make_adamw(args: SFTConfig, total_steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxtrl.hardware.compile_cache import enable_compile_cache
+from jaxtrl.hardware.compile_cache import enable_compile_cache, set_compile_effort
 from jaxtrl.model.hf import save_pretrained
 from jaxtrl.model.qwen3 import Qwen3, model_graphdef
 from jaxtrl.rows.chat import set_chat_template
@@ -28,6 +28,7 @@ from jaxtrl.trainers.checks import check_files
 from jaxtrl.trainers.data import Batches
 from jaxtrl.trainers.evaluation import EvalPrediction, evaluate
 from jaxtrl.trainers.extent import Extent
+from jaxtrl.trainers.foresight import eval_jobs, fix_shapes, foresee_run
 from jaxtrl.trainers.logging import Display, append_metrics
 from jaxtrl.trainers.meter import Clock, Meter
 from jaxtrl.trainers.model_source import load_tokenizer
@@ -35,7 +36,7 @@ from jaxtrl.trainers.options import refuse_arguments
 from jaxtrl.trainers.prefetch import prefetch
 from jaxtrl.trainers.run import Run
 from jaxtrl.trainers.sft_config import SFTConfig
-from jaxtrl.trainers.sft_data import PreparedData, data_seed, prepare_data, run_facts
+from jaxtrl.trainers.sft_data import PreparedData, data_seed, is_shuffled, make_batches, run_facts
 from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
 
 
@@ -86,6 +87,7 @@ class SFTTrainer:
         self.args = args = SFTConfig() if args is None else args
         found = check_files(model, args)
         self.display = Display(None if args.disable_tqdm is None else not args.disable_tqdm)
+        set_compile_effort(args.compile_effort)
         self.compile_cache = enable_compile_cache(args.compile_cache)
         self.mesh = make_mesh() if mesh is None and jax.device_count() > 1 else mesh
 
@@ -142,6 +144,8 @@ class SFTTrainer:
         state, control, meter, batches = self.state, self.control, self.meter, self._batches["train"]
         assert self._train_state is not None
         self._call("on_train_begin")
+        if self.args.warmup != "none":
+            self.programs.warm_up(wait=self.args.warmup == "before")
         if self.args.eval_on_start and state.global_step == 0:
             self.evaluate()
         meter.start_window()
@@ -149,8 +153,8 @@ class SFTTrainer:
             epoch, control.should_epoch_stop = position.epoch, False
             self._call("on_epoch_begin")
             # The next batches are built in a thread while the device computes; their order is that of the data.
-            shuffled = self.args.train_sampling_strategy == "random"
-            upcoming = prefetch(batches.epoch_steps(self._extent.sizes, position, data_seed(self.args), shuffled))
+            seed, shuffle = data_seed(self.args), is_shuffled(self.args)
+            upcoming = prefetch(batches.epoch_steps(self._extent.sizes, position, seed, shuffle))
             with closing(upcoming):
                 for micro_batches, position in upcoming:
                     control.new_step()
@@ -189,6 +193,7 @@ class SFTTrainer:
             optimizer, self._learning_rate = make_adamw(args, total)
         self.steps.prepare_training(optimizer)
         path = saving.find_resume_path(resume, folder)
+        fix_shapes(batches, self._extent, args, path)
         resumed = None if path is None else saving.read_checkpoint(path, self._facts())
         self.meter, self.control = Meter(self.clock), TrainerControl()
         if resumed is None:
@@ -208,7 +213,7 @@ class SFTTrainer:
         run_id, step = (None, None) if resumed is None else (resumed.run_id, self.state.global_step)
         files = saving.companion_files(self.config, self.processing_class, self._source)
         self._run = Run(folder, args, run_id, step, files)
-        self._introduce(resume, path)
+        self._introduce(resume, path, position)
         self.display.start(total, self.state.global_step)
         return position
 
@@ -226,13 +231,13 @@ class SFTTrainer:
             "train_steps_per_second": steps / seconds,
             "train_loss": self.meter.train_loss(),
             "num_tokens": self.meter.num_tokens,
-            "programs": self.programs.count,
-            "compile_seconds": self.programs.seconds,
+            **self.programs.metrics(),
         }
         self.log(logs)
         self._call("on_train_end")
         if self.args.save_strategy != "no":
             self.save_model()
+        self.display.say(report.program_table(self.programs))
         self.display.say(report.summary(logs, steps, self.programs, self._run.folder))
         for name, data in self._data.items():
             if data.lines.count is None:
@@ -242,6 +247,7 @@ class SFTTrainer:
     def _end(self) -> None:
         """However training ended: complete what is being written, and give the parameters to the model."""
         self.display.stop()
+        self.programs.close()
         if self._run is not None:
             self._run.close()
             self._run = None
@@ -253,6 +259,8 @@ class SFTTrainer:
         chosen = {name: batches for name, batches in self._batches.items() if name != "train"}
         if eval_dataset is not None:
             chosen = {"eval": self._prepare("eval", eval_dataset)[1]}
+            scored = self.compute_metrics is not None
+            self.programs.foresee(eval_jobs(self.steps, chosen["eval"], row_count(self.mesh), scored))
         if not chosen:
             raise ValueError("eval_dataset is missing: pass data to evaluate on.")
         params = self.steps.place(self.params)
@@ -265,7 +273,7 @@ class SFTTrainer:
                     lambda micro: self.steps.score(params, micro),
                     metric_key_prefix + name.removeprefix("eval"),
                     self.compute_metrics,
-                    lambda: self.programs.seconds,
+                    lambda: self.programs.waited,
                 )
         self.log(metrics)
         self._call("on_evaluate", metrics=metrics)
@@ -305,7 +313,7 @@ class SFTTrainer:
         if self._learning_rate is not None:
             logs["learning_rate"] = float(self._learning_rate(max(self.state.global_step - 1 - self.meter.skipped, 0)))
         logs["tokens_per_second"] = tokens
-        logs["programs"], logs["compile_seconds"] = self.programs.count, self.programs.seconds
+        logs |= self.programs.metrics()
         peak = self.steps.peak_flops()
         if peak is not None:
             logs["mfu"] = flops / peak
@@ -353,29 +361,22 @@ class SFTTrainer:
 
     def _prepare(self, name: str, dataset: Any) -> tuple[PreparedData, Batches]:
         """Tokenise, pack and choose shapes for the data set called "train", "eval" or "eval_NAME"."""
-        args, train = self.args, name == "train"
-        packed = args.packing if train or args.eval_packing is None else args.eval_packing
-        data = prepare_data(
-            dataset,
-            self.processing_class,
-            args,
-            self.config.vocab_size,
-            packed=packed,
-            shuffled=train and args.shuffle_dataset,
-            formatting_func=self._formatting_func,
-        )
-        per_device = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
-        assert args.pad_to_multiple_of is not None  # SFTConfig makes it "none"
-        return data, Batches(data.lines, per_device, args.pad_to_multiple_of)
+        sizes = self.config.vocab_size, row_count(self.mesh)
+        return make_batches(name, dataset, self.processing_class, self.args, *sizes, self._formatting_func)
 
     def _facts(self) -> dict[str, Any]:
         return run_facts(self.args, self._batches["train"], self._extent.sizes, self.steps.dtype, self.config)
 
-    def _introduce(self, resume: bool | str | Path | None, path: Path | None) -> None:
-        """Say what is going to be trained on what, with one example."""
+    def _introduce(self, resume: bool | str | Path | None, path: Path | None, position: DataPosition) -> None:
+        """Say what is going to be trained on what and with how many programs, with one example."""
+        done, scored = self.state.global_step, self.compute_metrics is not None
+        foresight = foresee_run(self.steps, self._batches, self._extent, self.args, position, done, scored)
+        self.programs.foresee(foresight.jobs)
         data = {name: (data.report, self._batches[name]) for name, data in self._data.items()}
         cache = self.compile_cache or "off"
-        self.display.say(report.introduction(self.config, self.args, self.steps.dtype, self._extent, data, cache))
+        dtype, extent = self.steps.dtype, self._extent
+        text = report.introduction(self.config, self.args, dtype, extent, data, cache, foresight.describe())
+        self.display.say(text)
         example = self._data["train"].example
         if example is not None:
             self.display.say("example (trained tokens are marked):")
@@ -384,8 +385,10 @@ class SFTTrainer:
             self.display.say(line)
 
     def _say_compiled(self, program: Program) -> None:
-        self.clock.leave_out(program.seconds)
+        self.clock.leave_out(program.waited)
         self.display.say(report.describe_compile(program))
+        if self._run is not None:
+            self._run.log(program.metrics(), self.state.global_step)
 
     def _call(self, event: str, **kwargs: Any) -> None:
         """Call the callbacks; what they decide is in `self.control` afterwards."""

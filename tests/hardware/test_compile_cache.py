@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zlib
 
 import jax
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from jaxtrl.hardware import compile_cache
 
 JOB = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 import jax, jax.numpy as jnp
 jax.jit(lambda x: x - 1)(1.0)  # a compile before the cache is enabled must not switch it off for good
 from jaxtrl.hardware.compile_cache import enable_compile_cache
@@ -76,3 +78,41 @@ def test_neuron_uses_the_compilers_cache_and_never_jax_own(neuron):
     assert compile_cache.enable_compile_cache("auto", "neuron") == "s3://bucket/cache"
     assert compile_cache.enable_compile_cache("off", "neuron") is None
     assert os.environ["NEURON_CC_FLAGS"] == "--no-cache"
+
+
+def test_an_entry_cut_short_by_a_kill_is_removed_and_written_anew(tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = tmp_path / "jaxtrl" / "xla"
+    first = run("auto", env)
+    entries = sorted(folder.glob("*-cache"))
+    whole = {path: path.read_bytes() for path in entries}
+    for path in entries:
+        path.write_bytes(whole[path][: len(whole[path]) // 2])
+    again = run("auto", env)  # a warning of JAX would be an error here: see JOB
+    assert again[1] == [first[1][0], "1", "0"]
+    assert {path: path.read_bytes()[:2] for path in entries} == {path: data[:2] for path, data in whole.items()}
+    assert run("auto", env)[1] == [first[1][0], "1", "1"]
+
+
+def test_only_new_entries_are_checked(tmp_path):
+    entry = zlib.compress(b"program" * 1000)
+    for name, data in {"a-cache": entry, "b-cache": entry[:-1], "c-cache": b"", "other": b""}.items():
+        (tmp_path / name).write_bytes(data)
+    assert [path.name for path in compile_cache.remove_broken(tmp_path)] == ["b-cache", "c-cache"]
+    (tmp_path / "a-cache").write_bytes(entry[:9])
+    os.utime(tmp_path / "a-cache", (1, 1))  # older than the check
+    (tmp_path / "d-cache").write_bytes(entry[:9])
+    assert [path.name for path in compile_cache.remove_broken(tmp_path)] == ["d-cache"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a-cache", "other", compile_cache.CHECKED}
+
+
+def test_compile_effort_sets_the_compilers_level_unless_one_is_given(neuron):
+    compile_cache.set_compile_effort("high", "cpu")
+    assert "NEURON_CC_FLAGS" not in os.environ
+    compile_cache.set_compile_effort("low", "neuron")
+    assert os.environ["NEURON_CC_FLAGS"] == "-O1"
+    neuron.setenv("NEURON_CC_FLAGS", "--model-type transformer")
+    compile_cache.set_compile_effort("high", "neuron")
+    assert os.environ["NEURON_CC_FLAGS"] == "--model-type transformer -O2"
+    compile_cache.set_compile_effort("low", "neuron")
+    assert os.environ["NEURON_CC_FLAGS"] == "--model-type transformer -O2"

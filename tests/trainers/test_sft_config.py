@@ -27,6 +27,10 @@ ADDED = {
     "eval_dataset_name",
     "chat_template_kwargs",
     "compile_cache",
+    "compile_effort",
+    "warmup",
+    "max_programs",
+    "batch_window",
 }
 
 
@@ -66,7 +70,8 @@ def test_script_options_are_trls():
     from trl.scripts.utils import DatasetMixtureConfig
 
     fields = [f for c in (trl.ScriptArguments, trl.ModelConfig, DatasetMixtureConfig) for f in dataclasses.fields(c)]
-    supported = ADDED - {"eval_dataset_name", "chat_template_kwargs", "compile_cache"}
+    own = {"compile_cache", "compile_effort", "warmup", "max_programs", "batch_window"}
+    supported = ADDED - {"eval_dataset_name", "chat_template_kwargs"} - own
     assert {field.name for field in fields} == (refused.SCRIPT.keys() - {"env"}) | supported
     for field in fields:
         if field.name in FIELDS:
@@ -114,9 +119,13 @@ def test_unknown_name_gives_the_nearest():
         ("lr_scheduler_type", "polynomial", "one of linear, cosine"),
         ("optim", "adafactor", "one of adamw"),
         ("packing_strategy", "bfd-requeue", "one of bfd, bfd_split, wrapped"),
-        ("pad_to_multiple_of", "fixed:0", "auto, none, a number or fixed:N"),
-        ("pad_to_multiple_of", "sometimes", "auto, none, a number or fixed:N"),
+        ("pad_to_multiple_of", "fixed:0", "auto, none, a number, optimal:K or fixed:N"),
+        ("pad_to_multiple_of", "sometimes", "auto, none, a number, optimal:K or fixed:N"),
         ("pad_to_multiple_of", 0, "at least 1"),
+        ("max_programs", 0, "at least 1"),
+        ("batch_window", 0, "at least 1"),
+        ("compile_effort", "medium", "one of low, high"),
+        ("warmup", "later", "one of none, before, background"),
         ("report_to", "mlflow", "tensorboard, wandb, trackio, all or none"),
         ("warmup_steps", 1.5, "a whole number or a share below 1"),
         ("logging_steps", 0, "a whole number of steps or a share"),
@@ -134,6 +143,7 @@ def test_a_wrong_value_names_its_option(name, value, expected):
         ({"packing": True, "max_length": None}, "max_length: packing needs"),
         ({"eval_packing": True, "max_length": None}, "max_length: eval_packing needs"),
         ({"dataset_streaming": True}, "max_steps: dataset_streaming needs"),
+        ({"packing": True, "batch_window": 4}, "batch_window: packed rows have one size already"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end: .* both"),
         ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, "got epoch and steps"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 300}, "multiple .* got 500 and 300"),
@@ -161,6 +171,13 @@ def test_values_are_converted():
     assert SFTConfig(pad_to_multiple_of="64").pad_to_multiple_of == 64
     assert SFTConfig(pad_to_multiple_of=None).pad_to_multiple_of == "none"
     assert SFTConfig(pad_to_multiple_of="fixed:2048").pad_to_multiple_of == "fixed:2048"
+    assert SFTConfig(pad_to_multiple_of="optimal:6").pad_to_multiple_of == "optimal:6"
+    assert [SFTConfig(warmup=w).warmup for w in (True, "true", "background", False)] == [
+        "before",
+        "before",
+        "background",
+        "none",
+    ]
     assert SFTConfig(max_length="none").max_length is None
     assert SFTConfig(output_dir=Path("a") / "b").output_dir == "a/b"
     assert isinstance(SFTConfig(logging_steps=5.0).logging_steps, int)
