@@ -211,14 +211,14 @@ def test_help_lists_every_option_once():
 
 def test_the_default_options_are_those_of_the_configuration_file():
     (from_file,) = parse([SFTConfig], ["--config", str(CONFIGS / "sft_tiny.yaml")])
-    (from_command,) = parse([SFTConfig], sft._tiny_flags([]))
+    (from_command,) = parse([SFTConfig], sft.tiny_flags([]))
     assert from_file == from_command
 
 
 def test_naming_a_model_or_a_configuration_leaves_the_defaults_to_the_user():
-    assert sft._tiny_flags(["--model-name-or-path", "x"]) == []
-    assert sft._tiny_flags(["--config=x.yaml"]) == []
-    own_data = sft._tiny_flags(["--dataset_name", "x"])
+    assert sft.tiny_flags(["--model-name-or-path", "x"]) == []
+    assert sft.tiny_flags(["--config=x.yaml"]) == []
+    own_data = sft.tiny_flags(["--dataset_name", "x"])
     assert own_data
     assert not any(flag.startswith(("--eval_", "--assistant_")) for flag in own_data)
 

@@ -60,6 +60,7 @@ class TokenizeReport:
     without_eos: int = 0  # not truncated, and yet no EOS among the trained tokens
     lost_reasoning: int = 0  # reasoning in the data that the chat template leaves out
     template: str | None = None  # chat template used; None: no conversations
+    kept_rows: Int[np.ndarray, "kept"] | None = field(default=None, compare=False)  # their numbers; None of a stream
 
     @property
     def kept(self) -> int:
@@ -161,6 +162,7 @@ def tokenize_dataset(
         ).with_format(None)
     counted = out.select_columns(["outcome", "length", "trained"]).with_format("numpy")[:]
     kept = report.add(*(np.asarray(counted[name], np.int32) for name in ("outcome", "length", "trained")))
+    report.kept_rows = np.flatnonzero(kept)
     report.check_not_empty(options.max_length)
     out = out.remove_columns(["outcome", "length", "trained"])
     return (out if kept.all() else out.select(np.flatnonzero(kept))), report

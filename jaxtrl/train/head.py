@@ -211,6 +211,13 @@ def _by_chunk(function, carry, slots, chunk):
     return carry, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:total], results)
 
 
+def kept_entries(vocab: int, slots: int, chunk: int = MAX_CHUNK) -> int:
+    """Entries of the buffer that holds one chunk's exponentials, the largest array of a train step."""
+    slots = _chunk_size(slots, chunk)
+    size = _Blocks.size(vocab, slots)
+    return -(-vocab // size) * size * slots
+
+
 # --- log-probs with a gradient that is not known before the backward pass: logits are recomputed there ---
 
 

@@ -23,6 +23,13 @@ _EPILOG = (
 _METAVARS = {bool: "BOOL", int: "INT", float: "FLOAT", dict: "JSON", str: "TEXT"}
 
 
+class _Help(argparse.HelpFormatter):
+    """Keeps the lines of a description that has several."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(super(_Help, self)._fill_text(line, width, indent) for line in text.splitlines())
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One sentence on stderr and exit code 2, without the usage text."""
@@ -62,6 +69,7 @@ def make_parser(classes: Sequence[type], *, prog: str | None = None, description
         usage="%(prog)s [--help] [--config FILE.yaml] [--OPTION VALUE ...]",
         description=description,
         epilog=_EPILOG,
+        formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -1,0 +1,72 @@
+"""What a run will cost, before it starts: `python -m jaxtrl.plan` with the flags of `python -m jaxtrl.sft`.
+
+Nothing is trained. Programs, padding, compile and step time, sharing and memory are told as text and as plan.json.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROG = "python -m jaxtrl.plan"
+DESCRIPTION = """\
+What a run of `python -m jaxtrl.sft` with the same flags will cost: programs, padding and time of each kind of shape set,
+what prefix sharing saves, and the memory of a device. It reads the data and trains nothing. Without a model and
+--config it plans the tiny default run. The two accounts, shape_cost and sharing, are never added up.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code, 1 also where the run does not fit into the device's memory."""
+    from jaxtrl import sft
+    from jaxtrl.planning.keys import KEYS
+    from jaxtrl.planning.options import PlanConfig
+    from jaxtrl.trainers.arguments import parse
+    from jaxtrl.trainers.command import prepare_terminal, run_command
+    from jaxtrl.trainers.sft_config import SFTConfig
+
+    prepare_terminal()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    keys = "\n".join(f"  {name}: {meaning}" for name, meaning in KEYS.items())
+    description = f"{DESCRIPTION}\nKeys of OUTPUT_DIR/plan.json:\n{keys}"
+    args, options = parse([SFTConfig, PlanConfig], [*sft.tiny_flags(argv), *argv], prog=PROG, description=description)
+    return run_command(PROG, lambda: _run(args, options))
+
+
+def _run(args: Any, options: Any) -> None:
+    from rich.console import Console
+
+    from jaxtrl import sft
+    from jaxtrl.planning.document import make_plan
+    from jaxtrl.planning.make import find_config, prepare
+    from jaxtrl.planning.plot import check_plot, draw
+    from jaxtrl.planning.rollouts import read_rollouts
+    from jaxtrl.planning.show import show
+    from jaxtrl.rows.chat import set_chat_template
+    from jaxtrl.trainers.output_folder import make_folder
+
+    if options.plot is not None:
+        check_plot(options.plot)
+    make_folder(Path(args.output_dir))
+    if options.rollouts is not None:
+        train, evaluation = read_rollouts(options.rollouts), None
+        config, tokenizer = find_config(args)
+    else:
+        sources = sft.data_sources(args)
+        config, tokenizer = find_config(args)  # what is wrong with it is said before the data is read
+        train, evaluation = (None if source is None else sft.load_data(source, args) for source in sources)
+    if args.chat_template_path is not None:
+        set_chat_template(tokenizer, args.chat_template_path)
+    run = prepare(args, config, tokenizer, train, evaluation)
+    plan = make_plan(run, options)
+    (Path(args.output_dir) / "plan.json").write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+    show(plan, Console(width=None if sys.stdout.isatty() else 160))
+    if options.plot is not None:
+        draw(plan, run.foreseen().needs.tokens, options.plot)
+    if not plan["memory"]["fits"]:
+        raise ValueError(plan["memory"]["refusal"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

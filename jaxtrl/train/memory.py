@@ -1,0 +1,78 @@
+"""What an optimizer step needs of a device's memory, estimated before anything is compiled.
+
+Parameters, optimizer state and gradients are counted exactly. The rest follows the step's code: the inputs of all
+layers (or, with `remat="matmuls"`, what each layer keeps), one layer's arrays forward and backward, and the LM head's
+chunk of exponentials over the whole vocabulary, which often is the largest array. XLA's own figure
+(`memory_analysis`) exists only once a program is compiled; tests hold the estimate within `FACTOR` of it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import abstract_params
+from jaxtrl.rows.batch import ShapeClass
+from jaxtrl.train.head import kept_entries
+
+FACTOR = 1.25  # the estimate and XLA's figure are within this factor of each other
+
+
+class StepMemory(NamedTuple):
+    """Bytes on one device."""
+
+    parameters: int  # float32
+    optimizer: int
+    gradients: int  # float32, and those of micro-batches before where they are accumulated
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def step_memory(
+    config: Qwen3Config,
+    shape: ShapeClass,
+    opt_state: Any,
+    *,
+    itemsize: int,
+    remat: str,
+    accumulates: bool,
+) -> StepMemory:
+    """For a batch of this class. `opt_state`: (abstract) arrays; `itemsize`: bytes of the compute dtype."""
+    parameters = _bytes(abstract_params(config))
+    kept = config.num_hidden_layers * shape.tokens * _kept_per_token(config, remat) * itemsize
+    layer = shape.tokens * _layer_entries(config) * 4
+    casts = 0 if itemsize == 4 else parameters * itemsize // 4
+    return StepMemory(
+        parameters,
+        _bytes(opt_state),
+        parameters * (2 if accumulates else 1),
+        kept + layer + casts,
+        kept_entries(config.vocab_size, shape.slots) * itemsize,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _kept_per_token(config: Qwen3Config, remat: str) -> int:
+    """Entries that a layer keeps of a token for its backward pass: its input, and under "matmuls" the outputs of its
+    products and of the attention."""
+    if remat == "full":
+        return config.hidden_size
+    q, kv = _widths(config)
+    return 3 * config.hidden_size + 2 * q + 2 * kv + 2 * config.intermediate_size + config.num_attention_heads
+
+
+def _layer_entries(config: Qwen3Config) -> int:
+    """Entries of a token that live at once in one layer's backward pass."""
+    q, kv = _widths(config)
+    return 4 * config.hidden_size + 5 * q + 6 * kv + 3 * config.intermediate_size
+
+
+def _widths(config: Qwen3Config) -> tuple[int, int]:
+    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
