@@ -4,7 +4,7 @@ A run's batches are known before its first step, so the shape set, the plan and 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -68,6 +68,21 @@ def _count_lanes(row: Row, block_size: int) -> int:
     return needed_blocks(pad_visible(row.visible_until, blocks * block_size), block_size) - blocks
 
 
+@runtime_checkable
+class LineNeeds(Protocol):
+    """What lines need, alone or several in a row: `Documents`, and the trainer's tree lines."""
+
+    @property
+    def line_count(self) -> int:
+        """Number of lines."""
+
+    def needs(self, rows: Sequence[Sequence[int]], block_size: int = DEFAULT_BLOCK_SIZE) -> Needs:
+        """What each row of these lines needs."""
+
+    def filled(self, length: int) -> "LineNeeds":
+        """The same for lines that are filled up to `length` tokens by padding."""
+
+
 class Documents(NamedTuple):
     """The documents of lines: those of line `i` are the entries `first[i]` to `first[i + 1]` of the other two. int64.
 
@@ -78,6 +93,11 @@ class Documents(NamedTuple):
     lengths: Int[np.ndarray, " documents"]
     trained: Int[np.ndarray, " documents"]
     first: Int[np.ndarray, " lines_and_1"]
+
+    @property
+    def line_count(self) -> int:
+        """Number of lines."""
+        return len(self.first) - 1
 
     def needs(self, rows: Sequence[Sequence[int]], block_size: int = DEFAULT_BLOCK_SIZE) -> Needs:
         """What `concat_rows` of the lines of each row needs: their documents one after another, none sees another."""

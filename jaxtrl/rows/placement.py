@@ -188,8 +188,8 @@ def _balanced(
 
     None if they do not fit that way, or if no row's cost falls below `largest`.
     """
-    if count < 2 or left[0] * count - weights[:, 0].sum() < weights[:, 0].min() * count:
-        return None  # rows that are full to within the smallest item
+    if count < 2 or 4 * (left[0] * count - weights[:, 0].sum()) < weights[:, 0].min() * count:
+        return None  # rows this full (within a quarter of the smallest item) leave no choice
     bins: list[list[int]] = [[] for _ in range(count)]
     space = [left.tolist() for _ in range(count)]
     cheapest = [(0, number) for number in range(count)]

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from .batch import Row, Sample, check_samples, pad_visible, term_columns
-from .blocks import DEFAULT_BLOCK_SIZE, count_lanes
+from .blocks import DEFAULT_BLOCK_SIZE, needed_blocks
+from .needs import Needs
 from .pack import pack_indices, packed_lanes
 from .placement import UNLIMITED, place, weigh
 from .sharing import Sharing, decide_sharing, sort_by_tree
@@ -39,7 +40,7 @@ class TreePlan(NamedTuple):
     """Which samples make which tree row, and what it costs against packed rows of the same samples.
 
     `rows[r]`: the samples of a row, ascending. `share[i]`: samples with the same number share what they have in common.
-    `needs`: tokens, slots, terms and attention lanes of each row. `group_raw`, `group_unique`: the tokens of each group
+    `group_raw`, `group_unique`: the tokens of each group
     of `groups`, one by one and as a trie of its own.
     """
 
@@ -53,7 +54,7 @@ class TreePlan(NamedTuple):
     groups: Int[np.ndarray, " groups"]
     group_raw: Int[np.ndarray, " groups"]
     group_unique: Int[np.ndarray, " groups"]
-    needs: Int[np.ndarray, "rows 4"]
+    needs: Needs
     tree: RowCosts
     packed: RowCosts
 
@@ -204,11 +205,11 @@ def _plan(samples: Sequence[Sample], limits: Limits, min_shared: int | None, blo
 
 
 class _Terms(NamedTuple):
-    """The trained tokens of all samples: where they are, and which of them are a sample's (`first[i]`, `count[i]`)."""
+    """The trained tokens of all samples: where they are, and which of them are a sample's (`first[i]`, `counts[i]`)."""
 
     token: Int[np.ndarray, " t"]
     first: Int[np.ndarray, " n"]
-    count: Int[np.ndarray, " n"]
+    counts: Int[np.ndarray, " n"]
 
     @classmethod
     def of(cls, sequences: Sequences, samples: Sequence[Sample]) -> "_Terms":
@@ -221,7 +222,7 @@ class _Terms(NamedTuple):
 
     def ordered(self, numbers: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]:
         """The tokens sample by sample in this order, and the place of their sample in it."""
-        count = self.count[numbers]
+        count = self.counts[numbers]
         shift = self.first[numbers] - (np.cumsum(count) - count)
         owner = np.repeat(np.arange(len(numbers)), count)
         return self.token[np.arange(len(owner)) + shift[owner]], owner
@@ -238,7 +239,7 @@ def _place(
     order, common = sharing.order, sharing.common
     length = sequences.length[order]
     trie = build_trie(length, common)
-    own_terms, slots = terms.count[order], np.zeros(0, np.int64)
+    own_terms, slots = terms.counts[order], np.zeros(0, np.int64)
     if limits.slots is not None:
         token, owner = terms.ordered(order)
         slots = lay_out(length, common, owner, token - sequences.start[order][owner]).asked
@@ -246,9 +247,7 @@ def _place(
     return sorted((np.sort(order[row]) for row in rows), key=lambda row: int(row[0]))
 
 
-def _forest(
-    sequences: Sequences, terms: _Terms, rows: list[Int[np.ndarray, " _"]], sharing: Sharing
-) -> _Forest:
+def _forest(sequences: Sequences, terms: _Terms, rows: list[Int[np.ndarray, " _"]], sharing: Sharing) -> _Forest:
     numbers = np.concatenate([np.zeros(0, np.int64), *rows])
     sizes = np.array([len(row) for row in rows], dtype=np.int64)
     row = np.repeat(np.arange(len(rows)), sizes)  # by rank
@@ -304,23 +303,22 @@ def _build_rows(samples: Sequence[Sample], forest: _Forest) -> list[Row]:
 # Counts
 
 
-def _needs(forest: _Forest, block_size: int) -> tuple[Int[np.ndarray, "rows 4"], RowCosts]:
-    """Tokens, slots, terms and lanes of each row, and what all rows cost."""
-    starts = np.append(0, forest.token_ends)[:-1]
-    tokens = forest.token_ends - starts
-    slots = np.append(0, np.cumsum(forest.used))
+def _needs(forest: _Forest, block_size: int) -> tuple[Needs, RowCosts]:
+    """What each row needs of a shape class, and what all rows cost."""
+    bounds = np.append(0, forest.token_ends)
+    tokens = np.diff(bounds)
+    slots, starts = (
+        np.diff(np.append(0, np.cumsum(flags))[bounds]) for flags in (forest.used, forest.layout.position_ids == 0)
+    )
     terms = np.diff(np.searchsorted(forest.owner, forest.row_ends), prepend=0)
-    blocks = -(-tokens // block_size)
-    lanes = [
-        count_lanes(
-            pad_visible(forest.layout.visible_until[low : low + n] - low, max(size, 1) * block_size), block_size
-        )
-        for low, n, size in zip(starts.tolist(), tokens.tolist(), blocks.tolist(), strict=True)
+    blocks = np.maximum(-(-tokens // block_size), 1)
+    visited = [
+        needed_blocks(pad_visible(forest.layout.visible_until[low : low + n] - low, size * block_size), block_size)
+        for low, n, size in zip(bounds.tolist(), tokens.tolist(), blocks.tolist(), strict=False)
     ]
-    needs = np.stack([tokens, slots[forest.token_ends] - slots[starts], terms, np.array(lanes, np.int64)], axis=1)
+    needs = Needs(tokens, slots, terms, np.array(visited, np.int64) - blocks, starts)
     pairs = int((forest.layout.position_ids + 1).sum())
-    visited = int(np.where(blocks > 1, needs[:, 3], 0).sum() + blocks.sum())
-    return needs, RowCosts(len(tokens), int(tokens.sum()), pairs, visited, int(needs[:, 1].sum()))
+    return needs, RowCosts(len(tokens), int(tokens.sum()), pairs, sum(visited), int(slots.sum()))
 
 
 def _packed_costs(length: Int[np.ndarray, " n"], terms: int, token_budget: int | None, block_size: int) -> RowCosts:

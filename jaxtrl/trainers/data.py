@@ -18,7 +18,7 @@ from jaxtyping import Int
 from jaxtrl.rows.batch import Row, RowBatch, Sample, ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.rows.ladder import ShapeSet
-from jaxtrl.rows.needs import Documents, Needs, need_of
+from jaxtrl.rows.needs import Documents, LineNeeds, Needs, need_of
 from jaxtrl.rows.order import BatchSizes, DataPosition, epoch_order, micro_batches
 from jaxtrl.rows.pack import Fragment, cut_sample, pack_indices
 from jaxtrl.rows.window import window_order
@@ -39,7 +39,8 @@ class MicroBatch(NamedTuple):
 
     shape: ShapeClass
     batch: RowBatch
-    tokens: int  # without padding
+    tokens: int  # of all samples
+    distinct: int  # row tokens without padding: fewer where samples share
     padded: int  # with padding
     slots: int  # positions that go through the LM head, without padding
     pairs: int  # (query, key) pairs that attention needs
@@ -53,11 +54,11 @@ class Lines:
         self.packing = packing
         lengths, trained = _count_tokens(self.dataset)
         self._packs: list[list[Fragment]] | None = None
-        self.documents = Documents(lengths, trained, np.arange(len(lengths) + 1))
+        self.documents: LineNeeds = Documents(lengths, trained, np.arange(len(lengths) + 1))
         if packing is not None:
             self._packs = pack_indices(lengths, packing.length, packing.strategy)
             self.documents = _packed_documents(self.dataset, self._packs, lengths, trained)
-        self.count = len(self.documents.first) - 1
+        self.count = self.documents.line_count
         self.fingerprint = zlib.crc32(np.stack([lengths, trained]).tobytes())
 
     def epoch(self, seed: int, epoch: int, offset: int = 0, shuffle: bool = True) -> list[int]:
@@ -73,6 +74,18 @@ class Lines:
         samples = read_samples(self.dataset, [index for index, _, _ in fragments])
         pieces = iter([cut_sample(s, start, stop) for s, (_, start, stop) in zip(samples, fragments, strict=True)])
         return [list(islice(pieces, len(pack))) for pack in packs]
+
+    def row(self, numbers: Sequence[int], lines: Sequence[Line], length: int) -> Row:
+        """The lines `numbers` as one row, each filled up to `length` tokens (0: as they are)."""
+        return _concat_lines(lines, length)
+
+    def filled(self, length: int) -> LineNeeds:
+        """What the lines need as `row` lays them out."""
+        return self.documents.filled(length) if length else self.documents
+
+    def describe(self) -> str:
+        """What is packed into what, for the log."""
+        return "" if self.packing is None else f", packed into {self.count:,} rows"
 
 
 class StreamLines:
@@ -93,6 +106,12 @@ class StreamLines:
     def load(self, lines: Sequence[Line]) -> list[Line]:
         return list(lines)
 
+    def row(self, numbers: Sequence[Line], lines: Sequence[Line], length: int) -> Row:
+        return _concat_lines(lines, length)
+
+    def describe(self) -> str:
+        return "" if self.packing is None else ", packed into a stream of rows"
+
     def _lines(self) -> Iterator[Line]:
         samples = (make_sample(row["input_ids"], row["loss_mask"]) for row in self.dataset)
         if self.packing is None:
@@ -102,6 +121,17 @@ class StreamLines:
             lengths = np.array([len(sample.input_ids) for sample in lot])
             for pack in pack_indices(lengths, self.packing.length, self.packing.strategy):
                 yield [cut_sample(lot[index], start, stop) for index, start, stop in pack]
+
+
+def _concat_lines(lines: Sequence[Line], length: int) -> Row:
+    """One row; lines that are shorter than `length` are filled up."""
+    filled = [[*line, padding_document(length - sum(len(sample.input_ids) for sample in line))] for line in lines]
+    return concat_rows([sample for line in (filled if length else lines) for sample in line])
+
+
+def padding_document(tokens: int) -> Sample:
+    """A document of padding that nothing else sees and of which nothing is trained."""
+    return Sample(np.zeros(max(tokens, 0), np.int32), np.zeros(max(tokens, 0), np.bool_))
 
 
 def make_sample(input_ids: Any, loss_mask: Any) -> Sample:
@@ -181,10 +211,9 @@ class Batches:
         self.window = window
         one_class = lines.packing is not None and setting == "auto"
         self._one_class = one_class
-        self._line_length = lines.packing.length if one_class and lines.packing is not None else 0
-        self._documents = lines.documents if isinstance(lines, Lines) else None
-        if self._documents is not None and self._line_length % block == 0 and self._line_length:
-            self._documents = self._documents.filled(self._line_length)
+        length = lines.packing.length if one_class and lines.packing is not None else 0
+        self._line_length = length if length % block == 0 else 0
+        self._documents = lines.filled(self._line_length) if isinstance(lines, Lines) else None
         self.shapes = ShapeSet.from_setting(setting, block)
         if one_class:
             self.shapes = _packed_shapes(lines, self._documents, per_device, block)
@@ -199,16 +228,19 @@ class Batches:
         loaded = iter(self.lines.load([item for items in devices for item in items]))
         parts = [list(islice(loaded, len(items))) for items in devices]
         tokens = sum(len(sample.input_ids) for lines in parts for line in lines for sample in line)
-        rows = [concat_rows([sample for line in lines for sample in self._filled(line)]) for lines in parts]
-        if self._documents is None:
-            need = need_of(rows, self.block)
+        rows = [self.lines.row(items, lines, self._line_length) for items, lines in zip(devices, parts, strict=True)]
+        if isinstance(self.lines, StreamLines):
+            need, distinct = need_of(rows, self.block), tokens
         else:
+            assert self._documents is not None
             (need,) = self._documents.needs(devices, self.block).largest(len(devices)).each()
+            distinct = int(self.lines.documents.needs(devices, self.block).tokens.sum())
         shape = self.shapes.class_of(need)
         return MicroBatch(
             shape,
             make_batch(rows, shape, self.block),
             tokens=tokens,
+            distinct=distinct,
             padded=len(rows) * shape.tokens,
             slots=sum(len(row.slot_index) for row in rows),
             pairs=sum(_count_pairs(row) for row in rows),
@@ -244,13 +276,6 @@ class Batches:
         of_devices = [field.reshape(-1, devices).sum(axis=1) for field in (tokens, blocks)]
         return RunBatches(step, needs.largest(devices), *of_devices)
 
-    def _filled(self, line: Line) -> Line:
-        """The line up to the edge of a block, where that is kept: by a document of padding that nothing else sees."""
-        missing = self._line_length - sum(len(sample.input_ids) for sample in line)
-        if missing <= 0 or self._line_length % self.block:
-            return line
-        return [*line, Sample(np.zeros(missing, np.int32), np.zeros(missing, np.bool_))]
-
     def in_order(self, devices: int) -> Iterator[MicroBatch]:
         """All lines once, in the order of the data (evaluation)."""
         return map(self.build, self._in_order(devices))
@@ -272,7 +297,7 @@ class Batches:
         if self.window == 1:
             return lambda epoch, offset: self.lines.epoch(seed, epoch, offset, shuffle)
         assert self._documents is not None
-        tokens = self._documents.needs([[line] for line in range(len(self._documents.first) - 1)]).tokens
+        tokens = self._documents.needs([[line] for line in range(self._documents.line_count)]).tokens
         by_rule = None if self.shapes.rule in ("optimal", "fixed") else replace(self.shapes, classes=()).token_class
 
         def items(epoch: int, offset: int) -> list[int]:
@@ -287,7 +312,7 @@ def _count_pairs(row: Row) -> int:
     return int((row.visible_until - np.arange(len(row.visible_until))).sum())
 
 
-def _packed_shapes(lines: Lines | StreamLines, documents: Documents | None, per_device: int, block: int) -> ShapeSet:
+def _packed_shapes(lines: Lines | StreamLines, documents: LineNeeds | None, per_device: int, block: int) -> ShapeSet:
     """One class that holds any `per_device` packed rows.
 
     Slots: the most trained tokens that so many rows can have (of a stream, whose rows are not known: all tokens).
@@ -299,11 +324,12 @@ def _packed_shapes(lines: Lines | StreamLines, documents: Documents | None, per_
     tokens = -(-per_device * length // block) * block
     reach = length // block - 1 if length % block == 0 else (length + block - 2) // block
     blocks = tokens // block
-    slots, lanes = tokens, min(per_device * reach * (reach + 1) // 2, blocks * (blocks - 1) // 2)
+    slots, terms, lanes = tokens, tokens, min(per_device * reach * (reach + 1) // 2, blocks * (blocks - 1) // 2)
     if documents is not None:
-        each = documents.needs([[line] for line in range(len(documents.first) - 1)], block)
-        slots = int(np.sort(each.slots)[-per_device:].sum())
+        each = documents.needs([[line] for line in range(documents.line_count)], block)
+        slots, terms = (int(np.sort(field)[-per_device:].sum()) for field in (each.slots, each.terms))
         if length % block == 0:
             lanes = int(np.sort(each.lanes)[-per_device:].sum())
     slots = min(tokens, max(block, -(-slots // block) * block))
-    return ShapeSet("fixed", tokens, block, (ShapeClass(tokens, slots, slots, max(1, lanes)),))
+    terms = max(slots, -(-terms // block) * block if terms > slots else slots)
+    return ShapeSet("fixed", tokens, block, (ShapeClass(tokens, slots, terms, max(1, lanes)),))

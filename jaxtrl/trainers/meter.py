@@ -68,8 +68,9 @@ class Meter:
 
     def add(self, metrics: Any, micro_batches: Sequence[MicroBatch], flops: float) -> None:
         """The metrics of a step (a dict of float32 scalars, still being computed) and what it was given."""
-        tokens, padded = (sum(getattr(micro, name) for micro in micro_batches) for name in ("tokens", "padded"))
-        self._on_device.append((metrics, {"tokens": float(tokens), "padded": float(padded)}))
+        counts = {name: sum(getattr(m, name) for m in micro_batches) for name in ("tokens", "distinct", "padded")}
+        tokens = counts["tokens"]
+        self._on_device.append((metrics, {name: float(count) for name, count in counts.items()}))
         for name, value in (("steps", 1), ("tokens", tokens), ("flops", flops)):
             self._window[name] += value
 
@@ -99,7 +100,8 @@ class Meter:
             "entropy": self._mean("entropy"),
             "mean_token_accuracy": self._mean("mean_token_accuracy"),
             "num_tokens": self.num_tokens,
-            "padding_share": 1 - self._sum("tokens") / self._sum("padded"),
+            "padding_share": 1 - self._sum("distinct") / self._sum("padded"),
+            "packing_ratio": self._sum("tokens") / max(self._sum("distinct"), 1.0),
             "skipped_steps": self.skipped,
         }
         self._pending = []

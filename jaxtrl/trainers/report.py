@@ -39,8 +39,7 @@ def introduction(
         "compute": f"{dtype}, float32 parameters, {'' if args.gradient_checkpointing else 'no '}gradient checkpointing",
     }
     for name, (report, batches) in data.items():
-        packed = "" if batches.lines.packing is None else f", packed into {batches.lines.count or 'a stream of'} rows"
-        lines[name.replace("_", " ")] = f"{report.summary()}{packed}"
+        lines[name.replace("_", " ")] = f"{report.summary()}{batches.lines.describe()}"
     lines["shapes"] = f"pad_to_multiple_of {args.pad_to_multiple_of}"
     if classes := data["train"][1].shapes.classes:
         lines["shapes"] += f", rows of {', '.join(f'{size:,}' for size in sorted({c.tokens for c in classes}))} tokens"

@@ -32,9 +32,10 @@ class SFTConfig(TrainConfig):
     )
     packing_strategy: str = option(
         "bfd",
-        "bfd: best fit decreasing, truncates; bfd_split: splits what is too long; wrapped: cuts anywhere.",
+        "bfd: best fit decreasing, truncates; bfd_split: splits what is too long; wrapped: cuts anywhere; "
+        "tree: truncates, and samples with a common prefix share its tokens.",
         group="packing",
-        choices=("bfd", "bfd_split", "wrapped"),
+        choices=("bfd", "bfd_split", "wrapped", "tree"),
     )
     eval_packing: bool | None = option(None, "Pack the evaluation data too (none: as packing).", group="packing")
     pad_to_multiple_of: int | str | None = option(
@@ -79,6 +80,9 @@ class SFTConfig(TrainConfig):
         _check_row_sizes(self.pad_to_multiple_of)
         if self.dataset_streaming and self.max_steps < 1:
             raise ValueError("max_steps: dataset_streaming needs a number of steps, the length of a stream is unknown")
+        packs = self.packing or self.eval_packing
+        if self.dataset_streaming and packs and self.packing_strategy == "tree":
+            raise ValueError("packing_strategy: tree is planned over the whole data set, use bfd for a stream")
         if self.batch_window > 1 and self.packing:
             raise ValueError("batch_window: packed rows have one size already, leave it out or set packing to false")
 

@@ -14,6 +14,7 @@ from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, TokenizeReport, tokenize_dataset
 from jaxtrl.trainers.data import Batches, Lines, Packing, StreamLines
 from jaxtrl.trainers.sft_config import SFTConfig
+from jaxtrl.trainers.tree_data import TreeLines
 
 SHUFFLE_ONCE = 2**63  # the epoch number whose order `shuffle_dataset` uses: no epoch of training reaches it
 STREAM_BUFFER = 1000  # rows of a stream among which `shuffle_dataset` chooses the next
@@ -40,12 +41,13 @@ def prepare_data(
     """Tokenise, shuffle once where asked, and pack. Bad rows raise ValueError that names them."""
     options = TokenizeOptions(
         dataset_text_field=args.dataset_text_field,
-        max_length=None if packed and args.packing_strategy != "bfd" else args.max_length,
+        max_length=args.max_length if not packed or args.packing_strategy in ("bfd", "tree") else None,
         truncation_mode=args.truncation_mode,
         completion_only_loss=args.completion_only_loss,
         assistant_only_loss=args.assistant_only_loss,
         eos_token=args.eos_token,
         chat_template_kwargs=args.chat_template_kwargs,
+        prefix_preserving=packed and args.packing_strategy == "tree",
         vocab_size=vocab_size,
     )
     tokenized, report = tokenize_dataset(
@@ -57,13 +59,18 @@ def prepare_data(
         packing = Packing(args.packing_strategy, args.max_length)
     seed = data_seed(args)
     if isinstance(tokenized, IterableDataset):
+        if packing is not None and packing.strategy == "tree":
+            raise ValueError("packing_strategy tree is planned over the whole data set: use bfd for a stream")
         if shuffled:
             tokenized = tokenized.shuffle(seed=seed, buffer_size=STREAM_BUFFER)
         return PreparedData(StreamLines(tokenized, packing), report, None)
     assert isinstance(tokenized, Dataset)
     if shuffled:
         tokenized = tokenized.select(epoch_order(seed, SHUFFLE_ONCE, len(tokenized)))
-    lines = Lines(tokenized, packing)
+    if packing is not None and packing.strategy == "tree":
+        lines: Lines = TreeLines(tokenized, packing)
+    else:
+        lines = Lines(tokenized, packing)
     return PreparedData(lines, report, lines.load([0])[0][0])
 
 

@@ -16,7 +16,7 @@ VALUES = np.random.default_rng(0).uniform(0, 5, (7, 4)).astype(np.float32)
 def micro(tokens, padded):
     """A micro-batch of which only the counts matter."""
     batches = Batches(Lines(Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[False, True]]})), 1, block=8)
-    return batches.build([[0]])._replace(tokens=tokens, padded=padded)
+    return batches.build([[0]])._replace(tokens=tokens, distinct=tokens, padded=padded)
 
 
 def add(meter, step):

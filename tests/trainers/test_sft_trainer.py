@@ -32,7 +32,7 @@ def test_it_learns_and_logs_trls_metrics(make_trainer):
     assert output.training_loss == pytest.approx(np.mean(losses), rel=1e-12)
     names = "loss grad_norm learning_rate entropy mean_token_accuracy num_tokens epoch step tokens_per_second"
     names += (
-        " padding_share programs programs_from_cache programs_unforeseen compile_seconds skipped_steps"
+        " padding_share packing_ratio programs programs_from_cache programs_unforeseen compile_seconds skipped_steps"
     )
     assert set(names.split()) == set(trainer.state.log_history[0])
     assert logged(trainer, "num_tokens")[:-1] == np.cumsum(token_counts(trainer)).tolist()
