@@ -2,9 +2,9 @@
 
 import sys
 
-from jaxtrl.bench import sft
+from jaxtrl.bench import sft, tree
 
-BENCHES = {"sft": sft.main}
+BENCHES = {"sft": sft.main, "tree": tree.main}
 
 
 def main() -> int:
