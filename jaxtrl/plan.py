@@ -11,8 +11,8 @@ from typing import Any
 
 PROG = "python -m jaxtrl.plan"
 DESCRIPTION = """\
-What a run of `python -m jaxtrl.sft` with the same flags will cost: programs, padding and time of each kind of shape set,
-what prefix sharing saves, and the memory of a device. It reads the data and trains nothing. Without a model and
+What a run of `python -m jaxtrl.sft` with the same flags will cost: programs, padding and time of each kind of shape
+set, what prefix sharing saves, and the memory of a device. It reads the data and trains nothing. Without a model and
 --config it plans the tiny default run. The two accounts, shape_cost and sharing, are never added up.
 """
 

@@ -2,9 +2,9 @@
 
 import sys
 
-from jaxtrl.bench import sft, tree
+from jaxtrl.bench import combined, sft, shapes, tree
 
-BENCHES = {"sft": sft.main, "tree": tree.main}
+BENCHES = {"sft": sft.main, "tree": tree.main, "combined": combined.main, "shapes": shapes.main}
 
 
 def main() -> int:

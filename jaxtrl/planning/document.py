@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrl.hardware.devices import describe_devices
 from jaxtrl.planning.costs import EFFICIENCY, Rates
@@ -89,8 +90,13 @@ def _shape_cost(run: PlannedRun, costs: list[ShapeCost], rates: Rates, fits: lis
 def _sharing(run: PlannedRun, plain: Lines, report: TokenizeReport, options: PlanConfig) -> dict[str, Any]:
     """The sharing account of the sequences as tree rows would have them."""
     lines, report = tree_lines(run, plain, report)
-    samples = read_samples(lines.dataset, range(len(lines.dataset)))
-    budget = run.args.max_length or max(len(sample.input_ids) for sample in samples)
     levels = group_numbers(run, report, options.group_column)
+    # Rollouts share inside their groups whatever it costs, as GRPO's tree rows do; other data only where it pays.
+    groups = levels["group"] if options.rollouts is not None else np.arange(len(lines.dataset))
+    samples = [
+        sample._replace(group=group)
+        for sample, group in zip(read_samples(lines.dataset, range(len(groups))), groups.tolist(), strict=True)
+    ]
+    budget = run.args.max_length or max(len(sample.input_ids) for sample in samples)
     account = share_account(samples, budget, run.config, run.remat, run.steps.dtype.itemsize, levels)
     return {"template": report.template, **account}

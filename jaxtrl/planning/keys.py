@@ -24,9 +24,9 @@ KEYS = {
     "shape_cost.settings[].padding_share": "padding among the tokens of rows",
     "shape_cost.settings[].visited_over_needed": "attention blocks visited per needed one",
     "shape_cost.settings[].compile_minutes.MARK": "of those programs",
-    "shape_cost.settings[].minutes.MARK": "compiling and steps, for the data of the run's first 20, 100, 500, all steps",
-    "shape_cost.settings[].ahead_from_step.NAME": "break-even: step of the run from which on to the end it is not behind "
-    "that setting (null: it is behind at the end)",
+    "shape_cost.settings[].minutes.MARK": "compiling and steps for the data of the run's first 20, 100, 500, all steps",
+    "shape_cost.settings[].ahead_from_step.NAME": "break-even: step of the run from which on it is not behind that "
+    "setting (null: it is behind at the end)",
     "shape_cost.settings[].classes[]": "[tokens, slots, terms, lanes, micro-batches]",
     "shape_cost.settings[].memory_bytes": "of a device, estimated",
     "shape_cost.compile_effort.current": "the run's compile_effort",
@@ -41,8 +41,8 @@ KEYS = {
     "sharing.unique_tokens": "tokens of tree rows",
     "sharing.packing_ratio": "raw over unique tokens",
     "sharing.template": "chat template with which tree rows are tokenised (null: no conversations)",
-    "sharing.ratio_by.LEVEL.KEY": "count, raw_tokens, unique_tokens, ratio, lowest, median, highest where only samples of "
-    "one value of a column (trajectory, group), of one tree, or all (set) share, without a row limit",
+    "sharing.ratio_by.LEVEL.KEY": "count, raw_tokens, unique_tokens, ratio, lowest, median, highest where only samples "
+    "of one value of a column (trajectory, group), of one tree, or all (set) share, without a row limit",
     "sharing.token_budget": "tokens of a row at most",
     "sharing.rows.SIDE": "number of tree and of packed rows",
     "sharing.split_groups": "groups that stand in several rows",

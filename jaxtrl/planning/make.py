@@ -110,7 +110,7 @@ def _make_steps(config: Qwen3Config, args: SFTConfig, mesh: Mesh | None, total: 
 
 def plain_lines(run: PlannedRun) -> tuple[Lines, TokenizeReport]:
     """The sequences one by one, as an unpacked run has them."""
-    args, lines = run.args, run.lines
+    lines = run.lines
     if lines.packing is None:
         return lines, run.report
     if lines.packing.strategy == "bfd":
@@ -151,26 +151,25 @@ def _prepared(run: PlannedRun, **options: Any) -> tuple[Lines, TokenizeReport]:
 def compare(run: PlannedRun, plain: Lines) -> list[Setting]:
     """The run as it is configured, then its sequences unpacked under each rule, then packed; each with about as many
     tokens a step as the run has, and steps for the same share of the data."""
-    args, own, extent = run.args, run.batches["train"], run.extent
-    found = [_setting(run, _own_name(args), {}, own, extent.sizes.per_device, is_own=True)]
-    is_packed = own.lines.packing is not None
-    rows = extent.sizes.per_device
-    if is_packed:
-        rows = max(1, round(rows * plain.count / own.lines.count))
+    args, own = run.args, run.batches["train"]
+    found = [Setting(_own_name(args), {}, own, run.extent, run.foreseen(), is_own=True)]
+    rows = own.per_device
+    if args.packing:
+        rows = max(1, round(rows * plain.count / run.lines.count))
     unpacked = _foresee(run, Batches(plain, rows, "none"))
     largest = max(BLOCK, -(-int(unpacked.needs.tokens.max()) // BLOCK) * BLOCK)
     for rule in (*COMPARED, f"fixed:{largest}"):
         options = {"packing": False, "pad_to_multiple_of": rule, "per_device_train_batch_size": rows}
         if not _is_own(args, options):
-            found.append(_setting(run, str(rule), options, Batches(plain, rows, rule), rows, unpacked))
+            found.append(_setting(run, str(rule), options, Batches(plain, rows, rule), unpacked))
     if args.max_length is not None:
         options = {"packing": True, "packing_strategy": "bfd", "pad_to_multiple_of": "auto"}
         mean = unpacked.needs.tokens.mean()
-        packed_rows = extent.sizes.per_device if is_packed else max(1, round(float(mean) / args.max_length))
+        packed_rows = own.per_device if args.packing else max(1, round(float(mean) / args.max_length))
         options["per_device_train_batch_size"] = packed_rows
         if not _is_own(args, options):
             lines = Lines(plain.dataset, Packing("bfd", args.max_length))
-            found.append(_setting(run, "packing bfd", options, Batches(lines, packed_rows), packed_rows))
+            found.append(_setting(run, "packing bfd", options, Batches(lines, packed_rows)))
     return found
 
 
@@ -199,15 +198,12 @@ def _setting(
     name: str,
     options: dict[str, Any],
     batches: Batches,
-    per_device: int,
     foreseen: RunBatches | None = None,
-    is_own: bool = False,
 ) -> Setting:
     """`foreseen`: the batches, where they are known; else they are listed here."""
-    assert isinstance(batches.lines, Lines)
     foreseen = _foresee(run, batches) if foreseen is None else foreseen
     batches.fit(foreseen)
-    return Setting(name, options, batches, _extent(run, batches), foreseen, is_own)
+    return Setting(name, options, batches, _extent(run, batches), foreseen)
 
 
 def _extent(run: PlannedRun, batches: Batches) -> Extent:
@@ -215,7 +211,7 @@ def _extent(run: PlannedRun, batches: Batches) -> Extent:
     sizes = dataclasses.replace(run.extent.sizes, per_device=batches.per_device)
     count = batches.lines.count
     assert count is not None
-    assert run.extent.count is not None
+    assert run.extent.count is not None  # streams are refused
     epochs = run.extent.steps / run.extent.sizes.steps_per_epoch(run.extent.count)
     return Extent(sizes, count, max(1, math.ceil(epochs * sizes.steps_per_epoch(count) - 1e-9)))
 

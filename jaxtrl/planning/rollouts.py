@@ -52,8 +52,7 @@ def _row(entry: dict[str, Any], place: str) -> dict[str, Any]:
         messages = entry["messages"]
         if not isinstance(messages, list) or not messages:
             raise ValueError(f"{place}: messages must be a list of messages")
-        prompt = json.dumps(messages[:-1], sort_keys=True)
-        return {"messages": messages, "group": str(entry.get("group", prompt))}
+        return {"messages": messages, "group": str(entry.get("group", json.dumps(messages[:-1], sort_keys=True)))}
     prompt, completion = (_ids(entry, name, place) for name in ("prompt_ids", "completion_ids"))
     return {
         "input_ids": prompt + completion,

@@ -131,8 +131,8 @@ def recommend(settings: list[dict[str, Any]], fits: Sequence[bool]) -> dict[str,
     if others:
         second = min(others, key=lambda setting: setting["minutes"]["all"])
         reason += (
-            f"; next {second['name']} with {second['minutes']['all']:.1f} minutes, {second['programs']['all']} programs "
-            f"and {100 * second['padding_share']:.1f} % padding"
+            f"; next {second['name']} with {second['minutes']['all']:.1f} minutes, {second['programs']['all']} "
+            f"programs and {100 * second['padding_share']:.1f} % padding"
         )
     return {"name": best["name"], "options": best["options"], "reason": reason}
 

@@ -27,8 +27,9 @@ def share_account(
 ) -> dict[str, Any]:
     """Tokens, ratios, counted speed-up and memory of tree rows against packed rows of the same samples.
 
-    Samples longer than `token_budget` must have been cut. `levels`: by name, the number of each sample's group or
-    trajectory, within which sharing is counted too; `itemsize` is that of the compute dtype in bytes.
+    Samples longer than `token_budget` must have been cut; those of one `group` always share. `levels`: by name, the
+    number of each sample's group or trajectory, within which sharing is counted too; `itemsize` is that of the compute
+    dtype in bytes.
     """
     plan = plan_trees(samples, token_budget)
     tree, packed = (_flops(config, costs, remat) for costs in (plan.tree, plan.packed))

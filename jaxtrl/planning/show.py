@@ -85,8 +85,10 @@ def _say_recommendation(plan: dict[str, Any], console: Console) -> None:
     effort = cost["compile_effort"]
     if effort["extra_compile_minutes"] is None:
         return
-    text = f"compile_effort high: {effort['extra_compile_minutes']:.1f} minutes more compiling; it pays in this run if its steps "
-    text += f"take less than {100 * effort['step_share_to_pay']:.0f} % of the time"
+    text = (
+        f"compile_effort high: {effort['extra_compile_minutes']:.1f} minutes more compiling; it pays in this run if "
+        f"its steps take less than {100 * effort['step_share_to_pay']:.0f} % of the time"
+    )
     if effort["step_share"] is not None:
         step = effort["break_even_step"]
         text += f"; at {100 * effort['step_share']:.0f} % {'never' if step is None else f'from step {step:,} on'}"
@@ -119,8 +121,8 @@ def _say_sharing(sharing: dict[str, Any], console: Console) -> None:
         f"tree rows: {sharing['rows']['tree']:,} instead of {sharing['rows']['packed']:,} packed rows, "
         f"{sharing['unique_tokens']:,} tokens for {sharing['raw_tokens']:,} (packing ratio "
         f"{sharing['packing_ratio']:.2f}); counted speed-up {sharing['speedup']:.2f} ({parts}); keys and values "
-        f"{kv['tree'] / GIB:.2f} instead of {kv['packed'] / GIB:.2f} GiB, layer inputs {kept['tree'] / GIB:.2f} instead of "
-        f"{kept['packed'] / GIB:.2f} GiB over the set"
+        f"{kv['tree'] / GIB:.2f} instead of {kv['packed'] / GIB:.2f} GiB, layer inputs {kept['tree'] / GIB:.2f} "
+        f"instead of {kept['packed'] / GIB:.2f} GiB over the set"
     )
     advice = "pay: --packing --packing_strategy tree" if sharing["tree_rows_pay"] else "do not pay on this data"
     console.print(f"tree rows {advice}")

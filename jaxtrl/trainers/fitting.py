@@ -7,8 +7,9 @@ import jax
 
 from jaxtrl.hardware.memory import device_memory
 from jaxtrl.rows.batch import ShapeClass
-from jaxtrl.train.mesh import row_count
+from jaxtrl.train.compiled import Job
 from jaxtrl.train.memory import FACTOR, StepMemory, step_memory
+from jaxtrl.train.mesh import row_count
 from jaxtrl.trainers.sft_steps import SFTSteps
 
 GIB = 2**30
@@ -73,8 +74,8 @@ def fit_of(steps: SFTSteps, shapes: Iterable[ShapeClass], limit: int | None = No
     return Fit(memory, limit, shape)
 
 
-def check_fits(steps: SFTSteps, shapes: Iterable[ShapeClass]) -> None:
-    """Raises ValueError with one sentence where a step on one of these classes cannot fit into a device."""
-    shapes = list(shapes)
+def check_fits(steps: SFTSteps, jobs: Iterable[Job]) -> None:
+    """Raises ValueError with one sentence where a step of these programs cannot fit into a device."""
+    shapes = [job.shape for job in jobs if job.kind in ("train", "accumulate") and isinstance(job.shape, ShapeClass)]
     if shapes and not (fit := fit_of(steps, shapes)).is_possible:
         raise ValueError(fit.refusal())

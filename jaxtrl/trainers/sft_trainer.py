@@ -28,7 +28,8 @@ from jaxtrl.trainers.checks import check_files
 from jaxtrl.trainers.data import Batches
 from jaxtrl.trainers.evaluation import EvalPrediction, evaluate
 from jaxtrl.trainers.extent import Extent
-from jaxtrl.trainers.foresight import eval_jobs, fix_shapes, foresee_run
+from jaxtrl.trainers.fitting import check_fits
+from jaxtrl.trainers.foresight import Foresight, eval_jobs, fix_shapes, foresee_run
 from jaxtrl.trainers.logging import Display, append_metrics
 from jaxtrl.trainers.meter import Clock, Meter
 from jaxtrl.trainers.model_source import load_tokenizer
@@ -196,11 +197,13 @@ class SFTTrainer:
         fix_shapes(batches, self._extent, args, path)
         resumed = None if path is None else saving.read_checkpoint(path, self._facts())
         self.meter, self.control = Meter(self.clock), TrainerControl()
+        self.state, position = (resumed.state, resumed.position) if resumed else (TrainerState(), DataPosition())
+        done, scored = self.state.global_step, self.compute_metrics is not None
+        foresight = foresee_run(self.steps, self._batches, self._extent, args, position, done, scored)
+        check_fits(self.steps, foresight.jobs)
         if resumed is None:
-            self.state, position = TrainerState(), DataPosition()
             self._train_state = self.steps.create_state(self.params)
         else:
-            self.state, position = resumed.state, resumed.position
             self.meter.load_state_dict(resumed.meter)
             self.callbacks.restore(resumed.callbacks)
             self._params = self._train_state = None  # the memory is needed for what is read
@@ -213,7 +216,7 @@ class SFTTrainer:
         run_id, step = (None, None) if resumed is None else (resumed.run_id, self.state.global_step)
         files = saving.companion_files(self.config, self.processing_class, self._source)
         self._run = Run(folder, args, run_id, step, files)
-        self._introduce(resume, path, position)
+        self._introduce(resume, path, foresight)
         self.display.start(total, self.state.global_step)
         return position
 
@@ -367,10 +370,8 @@ class SFTTrainer:
     def _facts(self) -> dict[str, Any]:
         return run_facts(self.args, self._batches["train"], self._extent.sizes, self.steps.dtype, self.config)
 
-    def _introduce(self, resume: bool | str | Path | None, path: Path | None, position: DataPosition) -> None:
+    def _introduce(self, resume: bool | str | Path | None, path: Path | None, foresight: Foresight) -> None:
         """Say what is going to be trained on what and with how many programs, with one example."""
-        done, scored = self.state.global_step, self.compute_metrics is not None
-        foresight = foresee_run(self.steps, self._batches, self._extent, self.args, position, done, scored)
         self.programs.foresee(foresight.jobs)
         data = {name: (data.report, self._batches[name]) for name, data in self._data.items()}
         cache = self.compile_cache or "off"
