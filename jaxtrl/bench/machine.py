@@ -5,9 +5,10 @@ import time
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
-def matmul_rate(dtype: jnp.dtype = jnp.float32, size: int = 2048, repeats: int = 9) -> float:
+def matmul_rate(dtype: DTypeLike = jnp.float32, size: int = 2048, repeats: int = 9) -> float:
     """Median FLOP/s of `[size, size] x [size, size]` products in `dtype`, accumulated in float32, through XLA."""
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32))

@@ -172,9 +172,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for times, side in zip(seconds, (packed, tree), strict=True):
             times.append(side.run(params))
     packed_seconds, tree_seconds = map(statistics.median, seconds)
+    speedups = [a / b for a, b in zip(*seconds, strict=True)]
     rate = statistics.median(rates)
     raw, unique = (sum(len(row.input_ids) for row in side.rows) for side in (packed, tree))
-    speedup, limit = packed_seconds / tree_seconds, packed.flops.total / tree.flops.total
+    speedup, limit = statistics.median(speedups), packed.flops.total / tree.flops.total
     return {
         "samples": len(samples),
         "raw_tokens": raw,
@@ -183,7 +184,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "packed_seconds": packed_seconds,
         "tree_seconds": tree_seconds,
         "speedup": speedup,
-        "speedups": [a / b for a, b in zip(*seconds, strict=True)],
+        "speedups": speedups,
         "limit": limit,
         "fraction_of_limit": speedup / limit,
         "memory_ratio": packed.temporary_bytes / tree.temporary_bytes,
