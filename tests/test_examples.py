@@ -34,7 +34,7 @@ def test_custom_sft_loop_learns(tmp_path):
 @pytest.mark.slow
 def test_tree_sft_on_agent_turns_learns_and_shares(tmp_path):
     lines = [line.split() for line in run_example("tree_sft_agent_turns.py", tmp_path).splitlines()]
-    steps = [words for words in lines if words[:1] == ["step"]]
-    losses, ratios = [float(words[3]) for words in steps], [float(words[-1]) for words in steps]
+    steps = [words for words in lines if words[:2] == ["after", "step"]]
+    losses, ratios = [float(words[4].rstrip(",")) for words in steps], [float(words[-1]) for words in steps]
     assert losses[-1] < losses[0] - 1
     assert min(ratios) > 2.5

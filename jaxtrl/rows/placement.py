@@ -1,6 +1,7 @@
 """Which sequences of a trie go into which row: best fit from the leaves up, so that what shares most stays together."""
 
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +98,8 @@ def place(
     return [np.sort(_members(spans)) for spans in parts[root].spans]
 
 
-def _children(trie: Trie):
+def _children(trie: Trie) -> Callable[[int], np.ndarray]:
+    """node -> its children."""
     order = np.argsort(trie.parent, kind="stable")
     parents = trie.parent[order]
 
