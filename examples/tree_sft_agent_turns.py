@@ -61,4 +61,4 @@ trainer = SFTTrainer(
 )
 trainer.train()
 for entry in trainer.state.log_history[:-1]:
-    print(f"step {entry['step']:3d}  loss {entry['loss']:.4f}, tokens per computed one {entry['packing_ratio']:.2f}")
+    print(f"after step {entry['step']}: loss {entry['loss']:.4f}, tokens per computed one {entry['packing_ratio']:.2f}")
