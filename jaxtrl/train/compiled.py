@@ -134,9 +134,9 @@ class Programs:
             try:
                 for future in list(self._pending.values()):
                     future.result()
+                    self._take_done()
             finally:
                 self.close()
-            self._take_done()
 
     def close(self) -> None:
         """Drop what waits for a thread, and wait for the threads."""

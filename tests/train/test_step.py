@@ -11,11 +11,12 @@ import pytest
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.hf import params_from_hf
 from jaxtrl.rows.batch import Row, Sample, concat_rows, make_batch
+from jaxtrl.rows.blocks import needed_blocks, visited_blocks
 from jaxtrl.rows.ladder import ShapeClass
 from jaxtrl.train.mesh import make_mesh, replicated
 from jaxtrl.train.optimizer import global_norm, make_optimizer
 from jaxtrl.train.state import TrainState
-from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
+from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step, skip_lanes
 from tests.fixture_t import CONFIG, R1, R1_NLL, R2, R2_NLL, tensors
 
 CONFIG_T = Qwen3Config.from_dict(CONFIG)
@@ -351,3 +352,20 @@ def test_refusals(params):
         make_sft_step(CONFIG_T, SGD, loss_type="x")
     with pytest.raises(ValueError, match="the batch has 1 rows for 2 data-parallel devices"):
         make_eval_step(CONFIG_T, make_mesh(2))(params, batch(A))
+
+
+def test_lanes_left_out_on_a_cpu_change_no_bit(params):
+    """Visited blocks are the needed ones; the sums of two devices, whose rows need different numbers, are the same."""
+    mesh = make_mesh(2)
+    padded = batch(BOTH, A, shape=SHAPE._replace(lanes=9))
+    counted = skip_lanes(padded)
+    needed = sum(needed_blocks(row, 8) for row in padded.visible_until)
+    assert visited_blocks(counted.tables) == needed < visited_blocks(padded.tables)
+    assert [leaf.shape for leaf in jax.tree.leaves(counted)] == [leaf.shape for leaf in jax.tree.leaves(padded)]
+    step = shared_step(SGD, mesh)
+    results = []
+    for one in (padded, counted):
+        acc = step.init(jax.device_put(params, replicated(mesh)))
+        results.append(jax.device_get(step.accumulate(jax.device_put(params, replicated(mesh)), acc, one)))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        assert x.tobytes() == y.tobytes()
