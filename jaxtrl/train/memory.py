@@ -1,7 +1,7 @@
 """What an optimizer step needs of a device's memory, estimated before anything is compiled.
 
 Parameters, optimizer state and gradients are counted exactly. The rest follows the step's code: the inputs of all
-layers (or, with `remat="matmuls"`, what each layer keeps), one layer's arrays forward and backward, and the LM head's
+layers (or, with `remat="matmuls"`, what each layer keeps), one layer's arrays in the backward pass, and the LM head's
 chunk of exponentials over the whole vocabulary, which often is the largest array. XLA's own figure
 (`memory_analysis`) exists only once a program is compiled; tests hold the estimate within `FACTOR` of it.
 """
@@ -15,7 +15,7 @@ from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.train.head import kept_entries
 
-FACTOR = 1.25  # the estimate and XLA's figure are within this factor of each other
+FACTOR = 1.1  # the estimate and XLA's figure are within this factor of each other
 
 
 class StepMemory(NamedTuple):
@@ -38,20 +38,29 @@ def step_memory(
     opt_state: Any,
     *,
     itemsize: int,
-    remat: str,
-    accumulates: bool,
+    remat: str = "full",
+    unroll: int = 1,
+    accumulates: bool = False,
 ) -> StepMemory:
-    """For a batch of this class. `opt_state`: (abstract) arrays; `itemsize`: bytes of the compute dtype."""
+    """For a batch of this class. `opt_state`: (abstract) arrays; `itemsize`: bytes of the compute dtype; the others as
+    in `make_sft_step`; `accumulates`: several micro-batches a step."""
     parameters = _bytes(abstract_params(config))
+    # XLA's CPU backend computes bfloat16 products on float32 copies.
+    copies = 4 if itemsize < 4 and jax.default_backend() == "cpu" else 0
+    head = kept_entries(config.vocab_size, shape.slots) * (itemsize + copies)
     kept = config.num_hidden_layers * shape.tokens * _kept_per_token(config, remat) * itemsize
-    layer = shape.tokens * _layer_entries(config) * 4
-    casts = 0 if itemsize == 4 else parameters * itemsize // 4
+    layer, ends = (4 * shape.tokens * entries for entries in (_layer_entries(config), 10 * config.hidden_size))
+    # In a loop, a layer's arrays take the place of the head's chunk, which is no longer needed; XLA schedules unrolled
+    # layers so that those of all exist at once.
+    unrolled = unroll >= config.num_hidden_layers
+    working = config.num_hidden_layers * layer + ends if unrolled else max(ends, layer - head)
+    casts = 0 if itemsize == 4 else parameters // 4 * (itemsize + copies // 2)
     return StepMemory(
         parameters,
         _bytes(opt_state),
         parameters * (2 if accumulates else 1),
-        kept + layer + casts,
-        kept_entries(config.vocab_size, shape.slots) * itemsize,
+        kept + working + casts,
+        head,
     )
 
 
@@ -69,9 +78,10 @@ def _kept_per_token(config: Qwen3Config, remat: str) -> int:
 
 
 def _layer_entries(config: Qwen3Config) -> int:
-    """Entries of a token that live at once in one layer's backward pass."""
+    """Float32 entries of a token that live at once in one layer's backward pass, about: its products' outputs, what
+    comes of them elementwise, and the gradients of both (measured)."""
     q, kv = _widths(config)
-    return 4 * config.hidden_size + 5 * q + 6 * kv + 3 * config.intermediate_size
+    return 4 * config.hidden_size + 6 * (q + kv + config.intermediate_size)
 
 
 def _widths(config: Qwen3Config) -> tuple[int, int]:

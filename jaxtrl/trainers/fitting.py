@@ -63,6 +63,7 @@ def fit_of(steps: SFTSteps, shapes: Iterable[ShapeClass], limit: int | None = No
                     opt_state,
                     itemsize=steps.dtype.itemsize,
                     remat="full" if steps.args.gradient_checkpointing else "matmuls",
+                    unroll=steps.unroll,
                     accumulates=steps.args.gradient_accumulation_steps > 1,
                 ),
                 shape,

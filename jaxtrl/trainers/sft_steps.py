@@ -33,8 +33,8 @@ class SFTSteps:
         self.config, self.args, self.mesh, self.programs = config, args, mesh, programs
         self.dtype = jnp.dtype(args.compute_dtype())
         self._sharding = replicated(mesh) or SingleDeviceSharding(jax.devices()[0])
-        self._unroll = config.num_hidden_layers if args.compile_effort == "high" else 1
-        common: dict[str, Any] = {"dtype": self.dtype, "unroll": self._unroll}
+        self.unroll = config.num_hidden_layers if args.compile_effort == "high" else 1
+        common: dict[str, Any] = {"dtype": self.dtype, "unroll": self.unroll}
         self._eval = make_eval_step(config, mesh, loss_type=args.loss_type, **common)
         self._score = make_score_step(config, mesh, hits=True, **common)
 
@@ -49,7 +49,7 @@ class SFTSteps:
             loss_type=self.args.loss_type,
             dtype=self.dtype,
             remat=remat,
-            unroll=self._unroll,
+            unroll=self.unroll,
         )
 
     def create_state(self, params: Any) -> TrainState:
