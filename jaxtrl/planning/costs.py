@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.batch import ShapeClass
-from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.train.flops import Flops, train_flops
 
 EFFICIENCY = 0.7  # of the matmul rate that a step reaches: README, "Measured"
@@ -31,8 +30,8 @@ class Rates(NamedTuple):
         return flops / (self.matmul * EFFICIENCY)
 
 
-def step_flops(config: Qwen3Config, shape: ShapeClass, lanes: int, remat: str) -> Flops:
+def step_flops(config: Qwen3Config, shape: ShapeClass, lanes: int, block_size: int, remat: str) -> Flops:
     """Loss and gradient of one row of this class on one device, padding included. `lanes`: those that are computed (on
     an accelerator all of the class)."""
-    pairs = (shape.tokens // DEFAULT_BLOCK_SIZE + lanes) * DEFAULT_BLOCK_SIZE**2
+    pairs = (shape.tokens // block_size + lanes) * block_size**2
     return train_flops(config, shape.tokens, pairs, shape.slots, remat=remat)

@@ -77,7 +77,10 @@ def _assumptions(run: PlannedRun, rates: Rates, own: ShapeCost) -> dict[str, Any
 
 
 def _shape_cost(run: PlannedRun, costs: list[ShapeCost], rates: Rates, fits: list[Fit]) -> dict[str, Any]:
-    settings = describe(costs, rates, run.extent.steps)
+    paid = rates
+    if run.args.compile_effort == "high" and rates.compile_high is not None:
+        paid = rates._replace(compile_low=rates.compile_high)
+    settings = describe(costs, paid, run.extent.steps)
     for setting, fit in zip(settings, fits, strict=True):
         setting["memory_bytes"] = fit.memory.total
     return {

@@ -62,6 +62,6 @@ KEYS = {
     "memory.device": "bytes of a device (null: not known)",
     "memory.fits": "false: such a run is refused",
     "memory.refusal": "the sentence with which it is refused (null: it fits)",
-    "memory.shape": "[tokens, slots, terms, lanes] that it is counted for, the largest",
+    "memory.shape[]": "[tokens, slots, terms, lanes] that it is counted for, the largest",
     "devices": "devices in words",
 }

@@ -27,7 +27,7 @@ from jaxtrl.trainers.extent import Extent
 from jaxtrl.trainers.foresight import fix_shapes
 from jaxtrl.trainers.model_source import load_tokenizer, tiny_model
 from jaxtrl.trainers.sft_config import SFTConfig
-from jaxtrl.trainers.sft_data import SHUFFLE_ONCE, data_seed, is_shuffled, make_batches, prepare_data
+from jaxtrl.trainers.sft_data import SHUFFLE_ONCE, data_seed, fit_packing, is_shuffled, make_batches, prepare_data
 from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
 
 OPTIMAL = 6  # sizes of the `optimal:K` that is compared
@@ -168,7 +168,7 @@ def compare(run: PlannedRun, plain: Lines) -> list[Setting]:
         packed_rows = own.per_device if args.packing else max(1, round(float(mean) / args.max_length))
         options["per_device_train_batch_size"] = packed_rows
         if not _is_own(args, options):
-            lines = Lines(plain.dataset, Packing("bfd", args.max_length))
+            lines = Lines(plain.dataset, fit_packing(Packing("bfd", args.max_length), plain.dataset, "auto"))
             found.append(_setting(run, "packing bfd", options, Batches(lines, packed_rows)))
     return found
 

@@ -51,10 +51,11 @@ def shape_cost(setting: Setting, config: Qwen3Config, rates: Rates, remat: str, 
     first: dict[ShapeClass, int] = {}
     for step, shape in zip(run.step.tolist(), each, strict=True):
         first.setdefault(shape, step)
-    flops = {shape: step_flops(config, shape, 0 if skips_lanes else shape.lanes, remat).total for shape in first}
+    size = shapes.block_size
+    flops = {shape: step_flops(config, shape, 0 if skips_lanes else shape.lanes, size, remat).total for shape in first}
     device_flops = np.array([flops[shape] for shape in each])
     if skips_lanes:
-        device_flops += step_flops(config, ShapeClass(0, 0, 0, 0), 1, remat).total * run.needs.lanes
+        device_flops += step_flops(config, ShapeClass(0, 0, 0, 0), 1, size, remat).total * run.needs.lanes
     steps = setting.extent.steps
     new = np.bincount(list(first.values()), minlength=steps)
     new[0] += 2 if sizes.accumulation > 1 else 0  # the programs that begin and end a step
