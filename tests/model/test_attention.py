@@ -50,12 +50,15 @@ def inputs(n, heads=4, kv_heads=2, d=8, seed=0, dtype=jnp.float32):
     return tuple(jnp.asarray(draw((n, h, d)), dtype) for h in (heads, kv_heads, kv_heads, heads))
 
 
-def check(visible_until, size, spare=0, atol=2e-5, **shape):
+def assert_dense(got, args, visible_until):
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, dense(*args, visible_until), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def check(visible_until, size, spare=0, **shape):
     args = inputs(len(visible_until), **shape)
     tables = block_tables(visible_until, size, lanes=count_lanes(visible_until, size) + spare)
-    got = blocked(*args, visible_until, tables)
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, dense(*args, visible_until), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=atol, err_msg=name)
+    assert_dense(blocked(*args, visible_until, tables), args, visible_until)
 
 
 def all_lanes(visible_until, size):
@@ -69,23 +72,50 @@ def all_lanes(visible_until, size):
 def test_random_forests_with_padding(visible_until, seed):
     args = inputs(40, seed=seed)
     for size in (4, 8):
-        got = blocked(*args, visible_until, all_lanes(visible_until, size))
-        for x, y in zip(got, dense(*args, visible_until), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+        assert_dense(blocked(*args, visible_until, all_lanes(visible_until, size)), args, visible_until)
+
+
+@FEW
+@given(forests(max_blocks=0, size=8, blocks=5), st.integers(0, 2**31))
+def test_table_padding_of_random_forests_changes_no_bit(visible_until, seed):
+    """Padding lanes may hold any number, and a device that leaves them out computes the same bits."""
+    args, tables = inputs(40, seed=seed), all_lanes(visible_until, 8)
+    clean = blocked(*args, visible_until, tables)
+    live, draw = int(tables.query_lanes.sum()), np.random.default_rng(seed)
+    lanes = [field.copy() for field in tables[:2]]
+    for lane in lanes:
+        lane[live:] = draw.integers(-(2**31), 2**31, len(lane) - live)
+        lane[live : live + 3] = draw.integers(0, 5, min(3, len(lane) - live))  # a pair that exists, once more
+    for kind in (BlockTables, CountedTables):
+        for x, y in zip(blocked(*args, visible_until, kind(*lanes, tables.query_lanes)), clean, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @FEW
 @given(intervals(max_blocks=1, size=24), st.integers(0, 2**31))
 def test_any_intervals(visible_until, seed):
     args = inputs(24, seed=seed)
-    got = blocked(*args, visible_until, all_lanes(visible_until, 8))
-    for x, y in zip(got, dense(*args, visible_until), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+    assert_dense(blocked(*args, visible_until, all_lanes(visible_until, 8)), args, visible_until)
 
 
 @pytest.mark.parametrize("blocks", range(1, 8))
-def test_every_multiple_of_the_block(blocks):
-    check(causal(4 * blocks), 4, seed=blocks)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_every_multiple_of_the_block(blocks, data):
+    """Causal and random rows; padding from the last token to the whole row."""
+    args = inputs(4 * blocks, seed=blocks)
+    for row in (causal(4 * blocks), data.draw(forests(max_blocks=0, size=4, blocks=blocks))):
+        assert_dense(blocked(*args, row, all_lanes(row, 4)), args, row)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_rows_of_one_token(size):
+    """Nothing but itself to see: the values come back, and no score has a gradient."""
+    row, (q, k, v, w) = packed([1], size), inputs(size)
+    out, dq, dk, dv = blocked(q, k, v, w, row, block_tables(row, size))
+    np.testing.assert_array_equal(out, jnp.repeat(v, 2, axis=1))
+    np.testing.assert_allclose(dv, w.reshape(size, 2, 2, 8).sum(axis=2), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.stack([np.abs(x).max() for x in (dq, dk)]), 0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
