@@ -28,10 +28,11 @@ Line = list[Sample]  # the sequences of one line
 
 
 class Packing(NamedTuple):
-    """How sequences are packed: `strategy` of `pack_indices`, `length` tokens per packed row."""
+    """How sequences are packed: `strategy` of `pack_indices`, `length` tokens per packed row, attention blocks."""
 
     strategy: str
     length: int
+    block_size: int = DEFAULT_BLOCK_SIZE
 
 
 class MicroBatch(NamedTuple):
@@ -52,7 +53,7 @@ class Lines:
     def __init__(self, dataset: Dataset, packing: Packing | None = None):
         self.dataset = dataset.with_format("arrow")
         self.packing = packing
-        lengths, trained = _count_tokens(self.dataset)
+        lengths, trained = count_tokens(self.dataset)
         self._packs: list[list[Fragment]] | None = None
         self.documents: LineNeeds = Documents(lengths, trained, np.arange(len(lengths) + 1))
         if packing is not None:
@@ -153,7 +154,7 @@ def _lists(column: pa.ChunkedArray) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False))[:-1])
 
 
-def _count_tokens(dataset: Dataset) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
+def count_tokens(dataset: Dataset) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
     """Tokens and trained tokens of each row of a data set in Arrow format."""
     lengths, trained = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for table in dataset.iter(batch_size=4096):
@@ -200,11 +201,13 @@ class Batches:
         lines: Lines | StreamLines,
         per_device: int,
         setting: str | int = "auto",
-        block: int = DEFAULT_BLOCK_SIZE,
+        block: int | None = None,
         max_programs: int | None = None,
         window: int = 1,
     ):
         self.lines = lines
+        if block is None:
+            block = DEFAULT_BLOCK_SIZE if lines.packing is None else lines.packing.block_size
         self.block = block
         self.per_device = per_device
         self.max_programs = max_programs

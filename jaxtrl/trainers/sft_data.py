@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.batch import Sample
-from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE as BLOCK
+from jaxtrl.rows.blocks import choose_block_size
 from jaxtrl.rows.order import BatchSizes, epoch_order
 from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, TokenizeReport, tokenize_dataset
-from jaxtrl.trainers.data import Batches, Lines, Packing, StreamLines
+from jaxtrl.trainers.data import Batches, Lines, Packing, StreamLines, count_tokens
 from jaxtrl.trainers.sft_config import SFTConfig
 from jaxtrl.trainers.tree_data import TreeLines
 
@@ -67,11 +68,21 @@ def prepare_data(
     assert isinstance(tokenized, Dataset)
     if shuffled:
         tokenized = tokenized.select(epoch_order(seed, SHUFFLE_ONCE, len(tokenized)))
+    if packing is not None:
+        packing = fit_packing(packing, tokenized, args.pad_to_multiple_of)
     if packing is not None and packing.strategy == "tree":
         lines: Lines = TreeLines(tokenized, packing)
     else:
         lines = Lines(tokenized, packing)
     return PreparedData(lines, report, lines.load([0])[0][0])
+
+
+def fit_packing(packing: Packing, dataset: Dataset, setting: str | int | None) -> Packing:
+    """`packing` with the attention block that suits the tokenised data, if the shapes of the run leave that open."""
+    if setting != "auto":
+        return packing
+    lengths, _ = count_tokens(dataset.with_format("arrow"))
+    return packing._replace(block_size=choose_block_size(lengths, packing.length, jax.default_backend()))
 
 
 def make_batches(
@@ -98,8 +109,8 @@ def make_batches(
     assert args.pad_to_multiple_of is not None  # SFTConfig makes it "none"
     setting, limit = args.pad_to_multiple_of, args.max_programs
     if train:
-        return data, Batches(data.lines, args.per_device_train_batch_size, setting, BLOCK, limit, args.batch_window)
-    batches = Batches(data.lines, args.per_device_eval_batch_size, setting, BLOCK, limit)
+        return data, Batches(data.lines, args.per_device_train_batch_size, setting, None, limit, args.batch_window)
+    batches = Batches(data.lines, args.per_device_eval_batch_size, setting, None, limit)
     if data.lines.count is not None:
         batches.fit(batches.foresee_in_order(devices))
     return data, batches

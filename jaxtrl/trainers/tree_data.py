@@ -53,7 +53,8 @@ class TreeLines(Lines):
     make which row. Under `packing.length` a line is padded to the next edge of a block.
     """
 
-    def __init__(self, dataset: Dataset, packing: Packing, block_size: int = DEFAULT_BLOCK_SIZE):
+    def __init__(self, dataset: Dataset, packing: Packing):
+        block_size = packing.block_size
         self.dataset = dataset.with_format("arrow")
         samples = [sample._replace(group=i) for i, sample in enumerate(self._read_all())]
         plan = plan_trees(samples, packing.length, block_size=block_size)

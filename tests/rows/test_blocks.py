@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrl.rows.blocks import CountedTables, block_tables, count_lanes, needed_blocks, visited_blocks
+from jaxtrl.rows.blocks import (
+    CountedTables,
+    block_tables,
+    choose_block_size,
+    count_lanes,
+    needed_blocks,
+    visited_blocks,
+)
 from tests.visibility import causal, forests, intervals, packed
 
 
@@ -99,3 +106,17 @@ def test_invalid_rows_are_refused(row, message):
 def test_too_few_lanes_are_refused():
     with pytest.raises(ValueError, match="needs 6 attention lanes but its shape class has 5"):
         block_tables(causal(16), 4, lanes=5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "row_length", "backend", "size"),
+    [
+        ([4000] * 3, 8192, "cpu", 256),
+        ([100] * 50, 2048, "cpu", 128),  # most of a larger block would be seen by nothing
+        ([4000] * 3, 8192 + 128, "cpu", 128),  # 256 does not divide the row
+        ([4000] * 3, 8192, "neuron", 128),  # not measured
+        ([], 8192, "cpu", 128),
+    ],
+)
+def test_block_size_follows_the_documents(lengths, row_length, backend, size):
+    assert choose_block_size(np.array(lengths, np.int64), row_length, backend) == size

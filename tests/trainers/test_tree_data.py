@@ -41,7 +41,7 @@ def paths(batch, device) -> list[list[int]]:
 @pytest.mark.parametrize("length", [96, 100])  # a multiple of the attention block, and not
 def test_batches_hold_every_sample_and_need_what_is_foreseen(setting, length):
     rows = turns()
-    lines = TreeLines(make_dataset(rows), Packing("tree", length), 8)
+    lines = TreeLines(make_dataset(rows), Packing("tree", length, 8))
     batches = Batches(lines, per_device=2, setting=setting, block=8)
     sizes = BatchSizes(per_device=2, devices=2, accumulation=1)
     run = batches.foresee(sizes, 6, 1, True)
@@ -71,7 +71,7 @@ def test_batches_hold_every_sample_and_need_what_is_foreseen(setting, length):
 
 
 def test_rows_hold_their_length_and_do_not_share_across_lines():
-    lines = TreeLines(make_dataset(turns(trajectories=12)), Packing("tree", 96), 8)
+    lines = TreeLines(make_dataset(turns(trajectories=12)), Packing("tree", 96, 8))
     assert lines.count > 3
     assert (lines.documents.needs([[i] for i in range(lines.count)]).tokens <= 96).all()
     batches = Batches(lines, per_device=3, block=8)
@@ -83,7 +83,7 @@ def test_rows_hold_their_length_and_do_not_share_across_lines():
 
 
 def test_any_position_continues_with_the_same_batches():
-    batches = Batches(TreeLines(make_dataset(turns(8)), Packing("tree", 96), 8), per_device=1, block=8)
+    batches = Batches(TreeLines(make_dataset(turns(8)), Packing("tree", 96, 8)), per_device=1)
     sizes = BatchSizes(per_device=1, devices=2, accumulation=2)
     run, positions = rows_of_steps(batches, sizes, 7)
     for step, position in enumerate(positions):
@@ -93,7 +93,7 @@ def test_any_position_continues_with_the_same_batches():
 def test_the_fingerprint_sees_which_samples_share():
     rows = turns()
     other = [{**row, "input_ids": [(i * 7 + n) % 60 for i in row["input_ids"]]} for n, row in enumerate(rows)]
-    prints = [TreeLines(make_dataset(data), Packing("tree", 96), 8).fingerprint for data in (rows, rows, other)]
+    prints = [TreeLines(make_dataset(data), Packing("tree", 96, 8)).fingerprint for data in (rows, rows, other)]
     assert prints[0] == prints[1] != prints[2]
 
 
