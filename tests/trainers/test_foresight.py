@@ -79,7 +79,7 @@ def test_an_unpacked_run_has_the_programs_that_were_foreseen(make_trainer, accum
         gradient_accumulation_steps=accumulation,
         num_train_epochs=3,
         eval_strategy="epoch",
-        trainer={"train_dataset": token_rows(LENGTHS), "eval_dataset": token_rows((20, 300, 9))},
+        trainer={"train_dataset": token_rows(LENGTHS), "eval_dataset": token_rows((20, 300, 25))},
         per_device_eval_batch_size=1,
     )
     trainer.train()
@@ -109,12 +109,17 @@ def test_an_unpacked_run_has_the_programs_that_were_foreseen(make_trainer, accum
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_shape_set(make_trainer):
-    """Issue 4: loss and gradient norm to 1e-5 relative in float32."""
+    """Issue 4: loss and gradient norm of the same parameters to 1e-5 relative in float32 (AdamW's first steps, which
+    follow the sign of a gradient, would magnify rounding: the parameters stay)."""
     rows = token_rows(LENGTHS)
     runs = {}
     for setting in ("auto", 128, "optimal:2", "fixed:512", "none"):
         trainer = make_trainer(
-            str(setting), **{**UNPACKED, "pad_to_multiple_of": setting}, max_steps=4, trainer={"train_dataset": rows}
+            str(setting),
+            **{**UNPACKED, "pad_to_multiple_of": setting},
+            learning_rate=0.0,
+            max_steps=4,
+            trainer={"train_dataset": rows},
         )
         trainer.train()
         runs[setting] = trainer
