@@ -13,6 +13,7 @@ from jaxtrl.planning.options import PlanConfig
 from jaxtrl.planning.rates import find_matmul_rate, with_compile_seconds
 from jaxtrl.planning.shapes import ShapeCost, describe, effort, recommend, shape_cost
 from jaxtrl.planning.sharing import share_account
+from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE as BLOCK
 from jaxtrl.rows.order import DataPosition
 from jaxtrl.rows.tokenize import TokenizeReport
 from jaxtrl.trainers.data import Lines, read_samples
@@ -101,5 +102,6 @@ def _sharing(run: PlannedRun, plain: Lines, report: TokenizeReport, options: Pla
         for sample, group in zip(read_samples(lines.dataset, range(len(groups))), groups.tolist(), strict=True)
     ]
     budget = run.args.max_length or max(len(sample.input_ids) for sample in samples)
-    account = share_account(samples, budget, run.config, run.remat, run.steps.dtype.itemsize, levels)
+    block = BLOCK if lines.packing is None else lines.packing.block_size
+    account = share_account(samples, budget, run.config, run.remat, run.steps.dtype.itemsize, levels, block)
     return {"template": report.template, **account}

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.hf import resolve_model
 from jaxtrl.planning.shapes import Setting
-from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE as BLOCK
 from jaxtrl.rows.chat import choose_template
 from jaxtrl.rows.order import BatchSizes, epoch_order
 from jaxtrl.rows.sources import load_source
@@ -150,26 +149,31 @@ def _prepared(run: PlannedRun, **options: Any) -> tuple[Lines, TokenizeReport]:
 
 def compare(run: PlannedRun, plain: Lines) -> list[Setting]:
     """The run as it is configured, then its sequences unpacked under each rule, then packed; each with about as many
-    tokens a step as the run has, and steps for the same share of the data."""
+    tokens a step as the run has, and steps for the same share of the data. Tree rows are compared with tree rows, so
+    that what sharing saves stays out of this account."""
     args, own = run.args, run.batches["train"]
     found = [Setting(_own_name(args), {}, own, run.extent, run.foreseen(), is_own=True)]
+    is_tree = args.packing and args.packing_strategy == "tree"
+    lines = run.lines if is_tree else plain
     rows = own.per_device
     if args.packing:
-        rows = max(1, round(rows * plain.count / run.lines.count))
-    unpacked = _foresee(run, Batches(plain, rows, "none"))
-    largest = max(BLOCK, -(-int(unpacked.needs.tokens.max()) // BLOCK) * BLOCK)
+        rows = max(1, round(rows * lines.count / run.lines.count))
+    unpadded = Batches(lines, rows, "none")
+    exact = _foresee(run, unpadded)
+    largest = max(1, -(-int(exact.needs.tokens.max()) // unpadded.block)) * unpadded.block
     for rule in (*COMPARED, f"fixed:{largest}"):
-        options = {"packing": False, "pad_to_multiple_of": rule, "per_device_train_batch_size": rows}
+        options = {"packing": is_tree, "pad_to_multiple_of": rule, "per_device_train_batch_size": rows}
         if not _is_own(args, options):
-            found.append(_setting(run, str(rule), options, Batches(plain, rows, rule), unpacked))
-    if args.max_length is not None:
+            fills_lines = is_tree and rule == "auto"  # then the lines of a row need more than under the other rules
+            found.append(_setting(run, str(rule), options, Batches(lines, rows, rule), None if fills_lines else exact))
+    if args.max_length is not None and not is_tree:
         options = {"packing": True, "packing_strategy": "bfd", "pad_to_multiple_of": "auto"}
-        mean = unpacked.needs.tokens.mean()
-        packed_rows = own.per_device if args.packing else max(1, round(float(mean) / args.max_length))
+        mean = float(exact.needs.tokens.mean())
+        packed_rows = own.per_device if args.packing else max(1, round(mean / args.max_length))
         options["per_device_train_batch_size"] = packed_rows
         if not _is_own(args, options):
-            lines = Lines(plain.dataset, fit_packing(Packing("bfd", args.max_length), plain.dataset, "auto"))
-            found.append(_setting(run, "packing bfd", options, Batches(lines, packed_rows)))
+            packed = Lines(plain.dataset, fit_packing(Packing("bfd", args.max_length), plain.dataset, "auto"))
+            found.append(_setting(run, "packing bfd", options, Batches(packed, packed_rows)))
     return found
 
 

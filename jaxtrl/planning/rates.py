@@ -47,7 +47,8 @@ def with_compile_seconds(rates: Rates, given: float | None, run: PlannedRun, sha
 def _compile_seconds(run: PlannedRun, shape: ShapeClass, effort: str) -> float:
     """Seconds to trace, lower and compile the train program of `shape`, not looking into the persistent cache."""
     enable_compile_cache("off")
-    job = next(job for job in steps_with(run, compile_effort=effort).train_jobs([shape]) if job.shape == shape)
+    jobs = steps_with(run, compile_effort=effort).train_jobs([shape], run.batches["train"].block)
+    job = next(job for job in jobs if job.shape == shape)
     start = time.perf_counter()
     job.function.lower(*job.args).compile()
     return time.perf_counter() - start

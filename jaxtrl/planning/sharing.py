@@ -8,7 +8,6 @@ from jaxtyping import Int
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.batch import Sample
-from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.rows.sharing import sort_by_tree
 from jaxtrl.rows.tree import RowCosts, TreePlan, plan_trees
 from jaxtrl.rows.trie import Sequences
@@ -24,6 +23,7 @@ def share_account(
     remat: str,
     itemsize: int,
     levels: dict[str, Int[np.ndarray, " samples"]],
+    block_size: int,
 ) -> dict[str, Any]:
     """Tokens, ratios, counted speed-up and memory of tree rows against packed rows of the same samples.
 
@@ -31,8 +31,8 @@ def share_account(
     number of each sample's group or trajectory, within which sharing is counted too; `itemsize` is that of the compute
     dtype in bytes.
     """
-    plan = plan_trees(samples, token_budget)
-    tree, packed = (_flops(config, costs, remat) for costs in (plan.tree, plan.packed))
+    plan = plan_trees(samples, token_budget, block_size=block_size)
+    tree, packed = (_flops(config, costs, remat, block_size) for costs in (plan.tree, plan.packed))
     speedup = packed.total / max(tree.total, 1.0)
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
     layer_inputs = config.num_hidden_layers * config.hidden_size * itemsize
@@ -56,9 +56,9 @@ def share_account(
     }
 
 
-def _flops(config: Qwen3Config, costs: RowCosts, remat: str) -> Flops:
+def _flops(config: Qwen3Config, costs: RowCosts, remat: str, block_size: int) -> Flops:
     """Loss and gradient of all rows; attention computes whole blocks."""
-    return train_flops(config, costs.tokens, costs.blocks * DEFAULT_BLOCK_SIZE**2, costs.slots, remat=remat)
+    return train_flops(config, costs.tokens, costs.blocks * block_size**2, costs.slots, remat=remat)
 
 
 def _levels(

@@ -117,8 +117,9 @@ def _sharing(sharing: dict[str, Any]) -> Table:
 def _say_sharing(sharing: dict[str, Any], console: Console) -> None:
     parts = ", ".join(f"{name} {value:.2f}" for name, value in sharing["speedup_by_part"].items())
     kv, kept = sharing["kv_bytes"], sharing["activation_bytes"]
+    template = f", tokenised with the {sharing['template']}" if sharing["template"] else ""
     console.print(
-        f"tree rows: {sharing['rows']['tree']:,} instead of {sharing['rows']['packed']:,} packed rows, "
+        f"tree rows{template}: {sharing['rows']['tree']:,} instead of {sharing['rows']['packed']:,} packed rows, "
         f"{sharing['unique_tokens']:,} tokens for {sharing['raw_tokens']:,} (packing ratio "
         f"{sharing['packing_ratio']:.2f}); counted speed-up {sharing['speedup']:.2f} ({parts}); keys and values "
         f"{kv['tree'] / GIB:.2f} instead of {kv['packed'] / GIB:.2f} GiB, layer inputs {kept['tree'] / GIB:.2f} "

@@ -80,7 +80,7 @@ def foresee_run(
         run = train.foresee(extent.sizes, extent.steps - done, data_seed(args), is_shuffled(args), start)
         training = account(run, train.shapes, extent.sizes.devices)
         shapes = training.shapes
-    jobs = list(steps.train_jobs(shapes)) if shapes else []
+    jobs = list(steps.train_jobs(shapes, train.block)) if shapes else []
     if args.eval_strategy != "no" or args.eval_on_start:
         for name, evaluated in batches.items():
             if name != "train":
@@ -93,4 +93,4 @@ def eval_jobs(steps: SFTSteps, batches: Batches, devices: int, scored: bool) -> 
     shapes = list(batches.shapes.classes) if batches.lines.packing is not None else []
     if batches.lines.count is not None:
         shapes = account(batches.foresee_in_order(devices), batches.shapes, devices).shapes
-    return steps.eval_jobs(shapes, scored)
+    return steps.eval_jobs(shapes, scored, batches.block)

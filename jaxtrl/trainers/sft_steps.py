@@ -12,6 +12,7 @@ from jaxtrl.hardware.devices import peak_flops
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.rows.batch import ShapeClass, concat_rows, make_batch
+from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.train.compiled import Job, Programs
 from jaxtrl.train.flops import train_flops
 from jaxtrl.train.mesh import replicated, row_count, row_sharding
@@ -97,25 +98,27 @@ class SFTSteps:
         peak = peak_flops(jax.devices()[0], str(self.dtype))
         return None if peak is None else peak * row_count(self.mesh)
 
-    def train_jobs(self, shapes: Iterable[ShapeClass]) -> Iterator[Job]:
-        """The programs of optimizer steps on micro-batches of these classes."""
+    def train_jobs(self, shapes: Iterable[ShapeClass], block_size: int = DEFAULT_BLOCK_SIZE) -> Iterator[Job]:
+        """The programs of optimizer steps on micro-batches of these classes, attention in blocks of `block_size`."""
         state = self.abstract_state()
         if self.args.gradient_accumulation_steps == 1:
             for shape in shapes:
-                yield Job("train", shape, self._step.fused, (state, self._abstract_batch(shape)))
+                yield Job("train", shape, self._step.fused, (state, self._abstract_batch(shape, block_size)))
             return
         sums = self._abstract(jax.eval_shape(self._step.init, state.params))
         yield Job("zeros", (), self._step.init, (state.params,))
         for shape in shapes:
-            batch = self._abstract_batch(shape)
+            batch = self._abstract_batch(shape, block_size)
             yield Job("accumulate", shape, self._step.accumulate, (state.params, sums, batch))
         yield Job("update", (), self._step.apply, (state, sums))
 
-    def eval_jobs(self, shapes: Iterable[ShapeClass], scored: bool) -> Iterator[Job]:
+    def eval_jobs(
+        self, shapes: Iterable[ShapeClass], scored: bool, block_size: int = DEFAULT_BLOCK_SIZE
+    ) -> Iterator[Job]:
         """The programs of evaluation on batches of these classes; `scored`: with those of `score`."""
         params = self._abstract(abstract_params(self.config))
         for shape in shapes:
-            batch = self._abstract_batch(shape)
+            batch = self._abstract_batch(shape, block_size)
             yield Job("eval", shape, self._eval, (params, batch))
             if scored:
                 yield Job("score", shape, self._score, (params, batch))
@@ -123,9 +126,9 @@ class SFTSteps:
     def _abstract(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree)
 
-    def _abstract_batch(self, shape: ShapeClass) -> Any:
+    def _abstract_batch(self, shape: ShapeClass, block_size: int) -> Any:
         rows = [concat_rows([])] * row_count(self.mesh)
-        batch = skip_lanes(make_batch(rows, shape))
+        batch = skip_lanes(make_batch(rows, shape, block_size))
         sharding = row_sharding(self.mesh)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
