@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from jaxtrl.model.config import Qwen3Config
     from jaxtrl.model.hf import load_pretrained, save_pretrained
     from jaxtrl.model.qwen3 import Qwen3
+    from jaxtrl.rollout.requests import SamplingParams
+    from jaxtrl.rollout.sampler import Sampler
     from jaxtrl.rows.batch import RowBatch
     from jaxtrl.rows.pack import pack_rows
     from jaxtrl.rows.tree import plan_trees, tree_rows
@@ -23,6 +25,8 @@ _MODULES = {
     "RowBatch": "rows.batch",
     "SFTConfig": "trainers.sft_config",
     "SFTTrainer": "trainers.sft_trainer",
+    "Sampler": "rollout.sampler",
+    "SamplingParams": "rollout.requests",
     "TrainState": "train.state",
     "load_pretrained": "model.hf",
     "make_eval_step": "train.step",
@@ -42,6 +46,8 @@ __all__ = [
     "RowBatch",
     "SFTConfig",
     "SFTTrainer",
+    "Sampler",
+    "SamplingParams",
     "TrainState",
     "load_pretrained",
     "make_eval_step",
