@@ -2,9 +2,15 @@
 
 import sys
 
-from jaxtrl.bench import combined, sft, shapes, tree
+from jaxtrl.bench import combined, generate, sft, shapes, tree
 
-BENCHES = {"sft": sft.main, "tree": tree.main, "combined": combined.main, "shapes": shapes.main}
+BENCHES = {
+    "sft": sft.main,
+    "tree": tree.main,
+    "combined": combined.main,
+    "shapes": shapes.main,
+    "generate": generate.main,
+}
 
 
 def main() -> int:

@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.cell is not None:
-        print(json.dumps(run_cell(args.model, *args.cell, args.max_length)))
+        strategy, shapes, folder, epochs = args.cell
+        print(json.dumps(run_cell(args.model, strategy, shapes, folder, float(epochs), args.max_length)))
         return 0
     results = {}
     for path in args.data:
@@ -93,7 +94,7 @@ def _measure(args: argparse.Namespace, cell: tuple[str, str, str, str]) -> dict[
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run_cell(model: str, strategy: str, shapes: str, folder: str, epochs: str, max_length: int) -> dict[str, Any]:
+def run_cell(model: str, strategy: str, shapes: str, folder: str, epochs: float, max_length: int) -> dict[str, Any]:
     """Trains on the samples in `folder`; seconds are those of the training loop, compiling included."""
     import jax
 
@@ -111,7 +112,7 @@ def run_cell(model: str, strategy: str, shapes: str, folder: str, epochs: str, m
         packing_strategy=strategy,
         pad_to_multiple_of=shapes,
         per_device_train_batch_size=1,
-        num_train_epochs=float(epochs),
+        num_train_epochs=epochs,
         save_strategy="no",
         logging_steps=1,
         compile_cache="off",

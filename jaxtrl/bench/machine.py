@@ -1,4 +1,4 @@
-"""What the machine at hand can do at most: its matrix-product rate."""
+"""What the machine at hand can do at most: its matrix-product rate and its copy bandwidth."""
 
 import statistics
 import time
@@ -19,6 +19,19 @@ def matmul_rate(dtype: DTypeLike = jnp.float32, size: int = 2048, repeats: int =
         product(a, a).block_until_ready()
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / statistics.median(seconds)
+
+
+def copy_rate(size: int = 2**26, repeats: int = 7) -> float:
+    """Median bytes per second, read and written, of copying `size` float32 numbers through XLA."""
+    x = jnp.ones(size, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    copy(x).block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        copy(x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * x.nbytes / statistics.median(seconds)
 
 
 def peak_rss_gib() -> float:

@@ -76,7 +76,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         shape_cost(setting, config, COUNTED, run.remat, skips_lanes) for setting in compare(run, plain_lines(run)[0])
     ]
     timed = time_classes(run, costs[0].setting, args.classes, args.repeats, skips_lanes)
-    slope, base = np.polyfit(*np.array(timed).T, 1)
+    flops, seconds = np.array(timed).T
+    slope, base = np.polyfit(flops, seconds, 1)
     return {
         "settings": [_time_to_end(cost, args, run.extent.steps, slope, max(base, 0.0)) for cost in costs],
         "seconds_per_compile": args.seconds_per_compile,

@@ -24,7 +24,7 @@ def model(tmp_path):
 @pytest.fixture
 def data(tmp_path):
     prompt = "one two three four five six seven eight " * 4
-    rows = [{"prompt": prompt, "completion": f" number {i}" * (1 + i % 5)} for i in range(30)]
+    rows = [{"prompt": prompt, "completion": f" number {i}" * (1 + 5 * i % 13)} for i in range(30)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -59,8 +59,8 @@ def test_a_run_has_the_programs_and_the_padding_of_its_plan(tmp_path, tokenizer,
         tiny_qwen3(), args, train_dataset=rows, eval_dataset=evaluation, processing_class=tokenizer, mesh=make_mesh(1)
     )
     seen = []
-    build = trainer._batches["train"].build
-    trainer._batches["train"].build = lambda parts: seen.append(build(parts)) or seen[-1]
+    step = trainer.steps.train
+    trainer.steps.train = lambda state, micros: seen.extend(micros) or step(state, micros)
     trainer.train()
     kinds = {}
     for program in trainer.programs.compiled:
@@ -115,7 +115,7 @@ FREE = ("shape_cost.settings[].options", "shape_cost.recommended.options")  # na
 
 
 def test_the_accounts_are_kept_apart_and_time_is_counted(tmp_path, tokenizer, one_device):
-    _, planned = made(tmp_path, tokenizer, num_train_epochs=20)
+    _, planned = made(tmp_path, tokenizer, num_train_epochs=20, per_device_train_batch_size=4)
     settings = {s["name"]: s for s in planned["shape_cost"]["settings"]}
     assert {name.partition(":")[0] for name in settings} == {
         "this run",

@@ -69,7 +69,7 @@ def test_columns_hold_the_longest_sequence_and_a_whole_call():
         for call in (1, 8, 200):
             engine = Engine.__new__(Engine)  # no program is needed to count columns
             engine.config, engine.slots, engine.call, engine.columns = model.config, 1, call, 0
-            engine.cache_dtype, engine._weights = np.dtype(np.float32), type("W", (), {"layers": ()})
+            engine.cache_dtype, engine.weights = np.dtype(np.float32), type("W", (), {"layers": ()})
             engine.reserve(length)
             assert engine.columns % BLOCK == 0
             assert engine.columns >= max(length, length - 2 + call)
@@ -91,9 +91,9 @@ def test_no_program_has_what_neuron_cannot_run(dtype):
     engine.reserve(64)
     row, _ = prompt_row([[1] * 200])
     row = row._replace(tables=BlockTables(*row.tables))  # Neuron's tables have no counted loop
-    assert lint(engine._prefill, engine._weights, row) == []
-    prefilled = jax.eval_shape(engine._prefill, engine._weights, row)
+    assert lint(engine._prefill, engine.weights, row) == []
+    prefilled = jax.eval_shape(engine._prefill, engine.weights, row)
     assert lint(engine._insert, engine._caches, prefilled, np.zeros((2, 3), np.int32)) == []
     for filtered in (False, True):
-        assert lint(engine._decode, engine._weights, engine._caches, engine._empty_inputs(filtered)) == []
+        assert lint(engine._decode, engine.weights, engine._caches, engine._empty_inputs(filtered)) == []
     assert lint(engine._make_weights, model_params(model)) == []
