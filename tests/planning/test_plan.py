@@ -40,6 +40,7 @@ def made(tmp_path, tokenizer, rows=ROWS, evaluation=None, options=OPTIONS, **fla
     return args, make_plan(run, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
