@@ -68,7 +68,7 @@ def test_fourteen_million_tokens_are_planned_within_a_minute(planned, shared_dat
     )
     rng = np.random.default_rng(0)
     ids = [np.array(row["input_ids"]) for row in rows]
-    renamed = [rng.permutation(151000) if copy % 2 else np.arange(151936) for copy in range(47)]
+    renamed = [rng.permutation(151936) if copy % 2 else np.arange(151936) for copy in range(47)]
     source = Dataset.from_list([{"input_ids": names[i].tolist()} for names in renamed for i in ids])
     start = time.process_time()
     found = planned(source, max_length=16384, num_train_epochs=3)
