@@ -92,7 +92,7 @@ class Engine:
 
     def load(self, params: Any) -> None:
         """Use these parameters from the next call on."""
-        self._weights = self.programs.call("weights", params["embed_tokens"].dtype.name, self._make_weights, params)
+        self.weights = self.programs.call("weights", params["embed_tokens"].dtype.name, self._make_weights, params)
 
     def reserve(self, length: int) -> None:
         """Columns for sequences of `length` tokens: a class of the ladder, and a block where a last call needs it.
@@ -105,13 +105,13 @@ class Engine:
             columns += -(-self.call // BLOCK) * BLOCK
         if columns > self.columns:
             self._caches = ()  # before the longer ones exist
-            self._caches = tuple(KeyValue(self._zeros(columns), self._zeros(columns)) for _ in self._weights.layers)
+            self._caches = tuple(KeyValue(self._zeros(columns), self._zeros(columns)) for _ in self.weights.layers)
             self.columns = columns
 
     def prefill(self, row: PromptRow) -> Prefilled:
         """Keys and values of a row of prompts."""
         tokens = len(row.input_ids)
-        return Prefilled(tokens, self.programs.call("prefill", tokens, self._prefill, self._weights, row))
+        return Prefilled(tokens, self.programs.call("prefill", tokens, self._prefill, self.weights, row))
 
     def insert(self, prefilled: Prefilled, copies: Sequence[Copy]) -> None:
         """Copies prompts of a prefilled row to the start of slots."""
@@ -127,7 +127,7 @@ class Engine:
         if int(inputs.length.max()) + self.call > self.columns:
             raise ValueError(f"{self.call} tokens after {inputs.length.max()} do not fit {self.columns} cache columns")
         shape = DecodeShape(self.columns, inputs.marks is not None)
-        self._caches, drawn = self.programs.call("decode", shape, self._decode, self._weights, self._caches, inputs)
+        self._caches, drawn = self.programs.call("decode", shape, self._decode, self.weights, self._caches, inputs)
         return jax.tree.map(np.asarray, drawn)
 
     def warm_up(self, row_tokens: int) -> None:
@@ -137,12 +137,12 @@ class Engine:
         while tokens < row_tokens:
             row, _ = prompt_row([[0] * (tokens + 1)])
             tokens = len(row.input_ids)
-            jobs.append(Job("prefill", tokens, self._prefill, (self._weights, row)))
-            prefilled = jax.eval_shape(self._prefill, self._weights, row)
+            jobs.append(Job("prefill", tokens, self._prefill, (self.weights, row)))
+            prefilled = jax.eval_shape(self._prefill, self.weights, row)
             copies = np.zeros((self.slots, 3), np.int32)
             jobs.append(Job("insert", (tokens, self.columns), self._insert, (caches, prefilled, copies)))
         for filtered in (False, True):
-            args = self._weights, caches, self._empty_inputs(filtered)
+            args = self.weights, caches, self._empty_inputs(filtered)
             jobs.append(Job("decode", DecodeShape(self.columns, filtered), self._decode, args))
         self.programs.foresee(jobs)
         self.programs.warm_up()
