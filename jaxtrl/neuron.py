@@ -1,4 +1,4 @@
-"""`python -m jaxtrl.neuron lint`: checks, on a machine without Trainium, that the step programs compile for it.
+"""`python -m jaxtrl.neuron lint`: checks, on a machine without Trainium, that all device programs compile for it.
 
 Every program is lowered for platform `neuron` and searched for operations that Neuron does not run
 (`hardware/neuron.py`).
@@ -15,8 +15,10 @@ import numpy as np
 
 from jaxtrl.hardware.neuron import lint
 from jaxtrl.model.config import Qwen3Config
-from jaxtrl.model.qwen3 import abstract_params
+from jaxtrl.model.qwen3 import abstract_params, init_params
+from jaxtrl.rollout.engine import Engine
 from jaxtrl.rows.batch import Sample, concat_rows, make_batch
+from jaxtrl.rows.blocks import BlockTables, CountedTables
 from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.train.optimizer import make_optimizer
 from jaxtrl.train.state import TrainState
@@ -54,7 +56,28 @@ def programs() -> list[tuple[str, Any, tuple]]:
         ]
     found.append(("eval", make_eval_step(CONFIG), (params, batch)))
     found.append(("score", make_score_step(CONFIG), (params, batch)))
+    return found + generation_programs()
+
+
+def generation_programs() -> list[tuple[str, Any, tuple]]:
+    """The same for the programs of the sampler."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        engine = Engine(CONFIG, init_params(CONFIG, 0), 2, 4, jnp.dtype(dtype), jnp.dtype(dtype))
+        engine.reserve(200)
+        for job in engine.jobs(200):
+            name = f"generate {dtype} {job.kind} {job.shape}"
+            found.append((name, job.function, jax.tree.map(_uncounted, job.args, is_leaf=_is_counted)))
     return found
+
+
+def _is_counted(x: Any) -> bool:
+    return isinstance(x, CountedTables)
+
+
+def _uncounted(x: Any) -> Any:
+    """The tables that Neuron is given where this machine's CPU ends a loop early."""
+    return BlockTables(*x) if _is_counted(x) else x
 
 
 def main(argv: list[str] | None = None) -> int:

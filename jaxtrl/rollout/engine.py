@@ -132,20 +132,24 @@ class Engine:
 
     def warm_up(self, row_tokens: int) -> None:
         """Compile all programs for this cache length and for prompt rows of up to `row_tokens` tokens, in threads."""
+        self.programs.foresee(self.jobs(row_tokens))
+        self.programs.warm_up()
+
+    def jobs(self, row_tokens: int) -> list[Job]:
+        """Those programs, with arguments of which only the shapes count."""
         jobs, tokens = [], 0
         caches = jax.tree.map(_abstract, self._caches)
+        copies = np.zeros((self.slots, 3), np.int32)
         while tokens < row_tokens:
             row, _ = prompt_row([[0] * (tokens + 1)])
             tokens = len(row.input_ids)
             jobs.append(Job("prefill", tokens, self._prefill, (self.weights, row)))
             prefilled = jax.eval_shape(self._prefill, self.weights, row)
-            copies = np.zeros((self.slots, 3), np.int32)
             jobs.append(Job("insert", (tokens, self.columns), self._insert, (caches, prefilled, copies)))
         for filtered in (False, True):
             args = self.weights, caches, self._empty_inputs(filtered)
             jobs.append(Job("decode", DecodeShape(self.columns, filtered), self._decode, args))
-        self.programs.foresee(jobs)
-        self.programs.warm_up()
+        return jobs
 
     def _zeros(self, columns: int) -> Array:
         shape = self.slots, self.config.num_key_value_heads, columns, self.config.head_dim

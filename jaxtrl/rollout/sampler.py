@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxtrl.model.config import Qwen3Config
-from jaxtrl.model.hf import load_pretrained
+from jaxtrl.model.hf import load_pretrained, resolve_model
 from jaxtrl.model.qwen3 import Qwen3, check_input_ids, model_params
 from jaxtrl.rollout.decoding import Marks, SlotInputs
 from jaxtrl.rollout.engine import LADDER, Copy, Engine, Prefilled, prompt_row
@@ -25,12 +25,12 @@ IDLE = SamplingParams(temperature=0.0)  # of a slot that holds nothing
 class Sampler:
     """Generates completions, `slots` at a time, each of at most `max_length` tokens with its prompt.
 
-    `model` is a `Qwen3` or a checkpoint folder. `dtype` (float32, bfloat16) is that of the computation, `cache_dtype`
-    that of keys and values (default: `dtype`). A device call decodes `tokens_per_call` tokens in every slot; between
-    calls finished slots are refilled. Completions end at `eos_token_id` (default: generation_config.json's of a folder,
-    else the config's; one id, several, or ()). Stop strings need the `tokenizer`. Nothing is compiled after the first
-    use of a shape (`engine.programs` counts), or at all after `warm_up`. Raises ValueError for sizes or dtypes that
-    cannot work.
+    `model` is a `Qwen3`, a checkpoint folder or a hub id. `dtype` (float32, bfloat16) is that of the computation,
+    `cache_dtype` that of keys and values (default: `dtype`). A device call decodes `tokens_per_call` tokens in every
+    slot; between calls finished slots are refilled. Completions end at `eos_token_id` (default: that of a folder's
+    generation_config.json, else of the config; one id, several, or ()). Stop strings need the `tokenizer`. Nothing is
+    compiled after the first use of a shape (`engine.programs` counts), or at all after `warm_up`. Raises ValueError for
+    sizes or dtypes that cannot work.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class Sampler:
         for name, kind in (("dtype", dtype), ("cache_dtype", dtype if cache_dtype is None else cache_dtype)):
             if jnp.dtype(kind) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
                 raise ValueError(f"{name} is {jnp.dtype(kind)}: devices compute in float32 or bfloat16")
-        folder = None if isinstance(model, Qwen3) else model
-        model = load_pretrained(model) if not isinstance(model, Qwen3) else model
+        folder = None
+        if not isinstance(model, Qwen3):
+            folder = resolve_model(model)
+            model = load_pretrained(folder)
         limit = model.config.max_position_embeddings
         if max_length > limit:
             raise ValueError(f"max_length {max_length} is more than the model's {limit} positions: lower it")
@@ -245,11 +247,14 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} is {size!r}: it must be a whole number from 1 on")
 
 
-def _eos_ids(given: int | Sequence[int] | None, folder: str | Path | None, config: Qwen3Config) -> frozenset[int]:
+def _eos_ids(given: int | Sequence[int] | None, folder: Path | None, config: Qwen3Config) -> frozenset[int]:
     """The ids that end a completion: those given, else generation_config.json's, else config.json's."""
-    file = Path(folder) / "generation_config.json" if folder is not None else None
+    file = None if folder is None else folder / "generation_config.json"
     if given is None and file is not None and file.is_file():
-        given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        try:
+            given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise ValueError(f"{file} is no JSON object ({error}): repair or remove it") from None
     given = config.eos_token_id if given is None else given
     ids = () if given is None else (given,) if isinstance(given, int) else tuple(given)
     check_input_ids(np.asarray(ids, np.int64), config.vocab_size)

@@ -167,6 +167,9 @@ def test_all_eos_ids_of_the_generation_config_count(tmp_path):
     made = Sampler(tmp_path, slots=1, max_length=32)
     (done,) = made.generate([[5, 9, 12]], SamplingParams(temperature=0.0))
     assert (made.eos_token_ids, done.stop, len(done.token_ids)) == ({19, 59}, 19, 4)
+    (tmp_path / "generation_config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="is no JSON object"):
+        Sampler(tmp_path, slots=1, max_length=32)
 
 
 class Letters:
