@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxtrl.rollout.requests import Completion, Request, SamplingParams
 from jaxtrl.rollout.sampling import Controls
 
 ROW_TOKENS = 1024  # of prompts that are prefilled together; more for a single longer prompt
+OnTokens = Callable[[int, int, list[int]], None]
 IDLE = SamplingParams(temperature=0.0)  # of a slot that holds nothing
 
 
@@ -78,14 +79,18 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         num_generations: int = 1,
+        on_tokens: OnTokens | None = None,
     ) -> Iterator[Completion]:
         """The completions in the order in which they end. `params` is for all prompts, or one per prompt.
+
+        `on_tokens(prompt_index, generation_index, token_ids)` is told the new tokens of each completion after each
+        device call.
 
         Raises ValueError before anything runs: an empty prompt, an id outside the vocabulary, or a prompt that does not
         fit max_length with its max_new_tokens. While it runs, raises RuntimeError if another stream of this sampler is
         unfinished, FloatingPointError where the model's logits are not finite.
         """
-        return self._run(self._requests(prompts, params, num_generations))
+        return self._run(self._requests(prompts, params, num_generations), on_tokens)
 
     def update_params(self, params: Any, version: int) -> None:
         """Use these parameters (`model_params`) from the next device call on, also in the middle of a stream.
@@ -152,7 +157,7 @@ class Sampler:
             raise ValueError("stop_strings need the text of the tokens: give Sampler(tokenizer=...)")
         return lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _run(self, requests: list[Request]) -> Iterator[Completion]:
+    def _run(self, requests: list[Request], on_tokens: OnTokens | None) -> Iterator[Completion]:
         self._check_idle()
         waiting = deque(requests)
         live: list[Request | None] = [None] * self.engine.slots
@@ -161,7 +166,7 @@ class Sampler:
             self.engine.reserve(max((len(request.prompt) + request.limit for request in requests), default=1))
             while waiting or any(live):
                 self._refill(live, waiting)
-                yield from self._decode(live)
+                yield from self._decode(live, on_tokens)
         finally:
             self._running = False
             self._kept.clear()
@@ -194,7 +199,7 @@ class Sampler:
             prefilled = self.engine.prefill(row)
             self._kept.update({p: (prefilled, start) for p, start in zip(together, starts, strict=True)})
 
-    def _decode(self, live: list[Request | None]) -> Iterator[Completion]:
+    def _decode(self, live: list[Request | None], on_tokens: OnTokens | None) -> Iterator[Completion]:
         """One device call; yields what ends in it and frees its slots."""
         version = self.version
         drawn = self.engine.decode(self._inputs(live))
@@ -202,6 +207,7 @@ class Sampler:
         for slot, request in enumerate(live):
             if request is None:
                 continue
+            known = len(request.tokens)
             for step, (token, logp, sampled_logp) in enumerate(zip(*(x[:, slot].tolist() for x in drawn), strict=True)):
                 if not np.isfinite(logp):
                     raise FloatingPointError(f"the logits of prompt {request.index[0]} are not finite: check the model")
@@ -210,6 +216,8 @@ class Sampler:
                     ended.append((step, slot, completion))
                     live[slot] = None
                     break
+            if on_tokens is not None:
+                on_tokens(*request.index, request.tokens[known:])
         yield from (completion for *_, completion in sorted(ended, key=lambda end: end[:2]))
 
     def _inputs(self, live: list[Request | None]) -> SlotInputs:

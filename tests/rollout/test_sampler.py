@@ -196,6 +196,18 @@ def test_stream_gives_what_ends_first_first(wide):
     assert order == [3, 1, 4, 0, 2]
 
 
+def test_new_tokens_are_told_after_every_call(wide):
+    told: dict[tuple[int, int], list[int]] = {}
+
+    def listen(prompt: int, generation: int, tokens: list[int]) -> None:
+        assert 1 <= len(tokens) <= 8
+        told.setdefault((prompt, generation), []).extend(tokens)
+
+    for done in wide.stream(PROMPTS, SamplingParams(seed=1, max_new_tokens=19), 2, on_tokens=listen):
+        assert told.pop((done.prompt_index, done.generation_index)) == done.token_ids.tolist()
+    assert told == {}
+
+
 def test_a_second_stream_waits_for_the_first(sampler):
     first = sampler.stream(PROMPTS, GREEDY)
     next(first)
