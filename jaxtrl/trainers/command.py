@@ -22,7 +22,7 @@ def run_command(prog: str, work: Callable[[], object], interrupted: str = "inter
     except KeyboardInterrupt:
         print(f"{prog}: {interrupted}", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError) as error:
         if os.environ.get("JAXTRL_TRACEBACK"):
             raise
         print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
