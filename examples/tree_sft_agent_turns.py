@@ -55,6 +55,7 @@ trainer = SFTTrainer(
         learning_rate=1e-5 if own else 3e-3,
         lr_scheduler_type="cosine",
         save_strategy="no",
+        logging_steps=1 if own else 10,  # rows of many turns make few steps an epoch
     ),
     train_dataset=sys.argv[2] if own else made_up_turns(),
     processing_class=None if own else tokenizer,

@@ -50,6 +50,8 @@ def _run(args: Any, options: Any) -> None:
         check_plot(options.plot)
     make_folder(Path(args.output_dir))
     if options.rollouts is not None:
+        if args.dataset_name is not None:
+            raise ValueError("dataset_name: --rollouts is planned from alone, leave one of them out")
         train, evaluation = read_rollouts(options.rollouts), None
         config, tokenizer = find_config(args)
     else:

@@ -120,13 +120,15 @@ def make_batch(rows: Sequence[Row], shape: ShapeClass, block_size: int = DEFAULT
     """Pads one row per device to `shape` and adds the attention tables.
 
     Padding: id 0, position 0, `visible_until[j] = j + 1`, slots at token 0, weight 0. An empty row becomes all padding
-    with denominator 0. Raises ValueError when a row does not fit `shape`, or when only some of the rows with terms have
-    a column.
+    with denominator 0. Raises ValueError when a row does not fit `shape` or has a negative id, or when only some of the
+    rows with terms have a column.
     """
     if not rows:
         raise ValueError("make_batch needs one row per device but got none; give an empty row to a device without data")
     for device, row in enumerate(rows):
         _check_fits(row, shape, device)
+        if len(row.input_ids) and row.input_ids.min() < 0:
+            raise ValueError(f"row of device {device} has the token id {row.input_ids.min()}: ids start at 0")
     visible_until = np.stack([pad_visible(row.visible_until, shape.tokens) for row in rows])
     tables = [block_tables(visible, block_size, shape.lanes) for visible in visible_until]
     columns = {name: _column_or_none(rows, name, shape.terms) for name in TERM_COLUMNS}

@@ -214,12 +214,12 @@ class Batches:
         self.window = window
         one_class = lines.packing is not None and setting == "auto"
         self._one_class = one_class
-        length = lines.packing.length if one_class and lines.packing is not None else 0
+        length = _line_length(lines, block) if one_class else 0
         self._line_length = length if length % block == 0 else 0
         self._documents = lines.filled(self._line_length) if isinstance(lines, Lines) else None
         self.shapes = ShapeSet.from_setting(setting, block)
         if one_class:
-            self.shapes = _packed_shapes(lines, self._documents, per_device, block)
+            self.shapes = _packed_shapes(length, self._documents, per_device, block)
         if self._documents is None:
             known = {f"pad_to_multiple_of {setting}": self.shapes.rule == "optimal"}
             known |= {"max_programs": max_programs is not None, "batch_window": window > 1}
@@ -315,15 +315,25 @@ def _count_pairs(row: Row) -> int:
     return int((row.visible_until - np.arange(len(row.visible_until))).sum())
 
 
-def _packed_shapes(lines: Lines | StreamLines, documents: LineNeeds | None, per_device: int, block: int) -> ShapeSet:
-    """One class that holds any `per_device` packed rows.
+def _line_length(lines: Lines | StreamLines, block: int) -> int:
+    """The tokens of a packed row: as many as asked for, or fewer where the data cannot fill a single one."""
+    assert lines.packing is not None
+    length = lines.packing.length
+    if isinstance(lines, StreamLines):
+        return length
+    longest = int(lines.documents.needs([[line] for line in range(lines.count)], block).tokens.max(initial=1))
+    return min(length, longest if length % block else -(-longest // block) * block)
+
+
+def _packed_shapes(length: int, documents: LineNeeds | None, per_device: int, block: int) -> ShapeSet:
+    """One class that holds any `per_device` packed rows of `length` tokens (all of them, where there are fewer).
 
     Slots: the most trained tokens that so many rows can have (of a stream, whose rows are not known: all tokens).
     Lanes: the most that so many rows can need. Of a stream: a packed row of c blocks has at most c (c - 1) / 2 pairs of
     blocks below the diagonal; where rows do not start at the edge of a block they reach over one more.
     """
-    assert lines.packing is not None
-    length = lines.packing.length
+    if documents is not None:
+        per_device = min(per_device, documents.line_count)
     tokens = -(-per_device * length // block) * block
     reach = length // block - 1 if length % block == 0 else (length + block - 2) // block
     blocks = tokens // block

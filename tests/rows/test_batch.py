@@ -172,3 +172,9 @@ def test_a_row_that_does_not_fit_is_refused(shape, message):
 def test_a_batch_needs_a_row_for_each_device():
     with pytest.raises(ValueError, match="one row per device"):
         make_batch([], ShapeClass(4, 1, 1, 1), 4)
+
+
+def test_negative_ids_are_refused():
+    row = concat_rows([Sample(np.array([5, -3, 2], np.int32), np.ones(3, bool))])
+    with pytest.raises(ValueError, match="row of device 0 has the token id -3"):
+        make_batch([row], ShapeClass(128, 16, 16, 1))

@@ -213,3 +213,15 @@ def test_windows_use_each_line_once_an_epoch_and_pad_less(setting):
             order = batches._items(sizes, 5, True)(epoch, 0)
             assert sorted(order) == list(range(90))
     assert padded[5] < padded[1]
+
+
+def test_rows_that_the_data_cannot_fill_are_not_padded_further():
+    """Two lines of at most 20 tokens in batches of 4 lines: two rows, not four, and none longer than its data."""
+    lines = Lines(make_dataset([20, 18]), Packing("bfd", 30))
+    batches = Batches(lines, per_device=4, block=8)
+    assert batches.shapes.classes[0].tokens == 40  # 30 is no multiple of the block: 20 each
+    lines = Lines(make_dataset([20, 18]), Packing("bfd", 24))
+    batches = Batches(lines, per_device=4, block=8)
+    assert batches.shapes.classes[0].tokens == 48
+    (micro,) = batches.in_order(1)
+    assert (micro.tokens, micro.padded) == (38, 48)
