@@ -233,7 +233,10 @@ def test_configurations_are_valid(path):
 def test_interrupt_is_one_line_and_leaves_nothing_half_written(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    argv = [sys.executable, "-m", "jaxtrl.sft", "--compile_cache=cache", "--max_steps=5000", "--save_steps=5"]
+    # A shell starts background jobs with SIGINT ignored, which children inherit.
+    code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "runpy.run_module('jaxtrl.sft', run_name='__main__', alter_sys=True)"
+    argv = [sys.executable, "-c", code, "--compile_cache=cache", "--max_steps=5000", "--save_steps=5"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(argv, cwd=tmp_path, env=environment, **pipes)
     output, deadline = tmp_path / "sft_output", time.monotonic() + 120

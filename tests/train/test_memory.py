@@ -86,7 +86,7 @@ def test_parts_follow_what_they_are_made_of():
     assert base.gradients == base.parameters
     assert step_memory(TINY, shape, opt_state, itemsize=4, accumulates=True).gradients == 2 * base.parameters
     longer = step_memory(TINY, shape._replace(tokens=2048), opt_state, itemsize=4)
-    assert longer.activations == 2 * base.activations
+    assert base.activations < longer.activations < 4 * base.activations
     assert longer.head == base.head, "the head sees slots, a chunk at a time"
     assert step_memory(TINY, shape._replace(slots=128), opt_state, itemsize=4).head < base.head
     assert step_memory(TINY, shape._replace(slots=4096), opt_state, itemsize=4).head == base.head

@@ -32,7 +32,7 @@ def untouched(monkeypatch):
     def prepare(*args, **kwargs):
         raise AssertionError("the data was tokenised")
 
-    monkeypatch.setattr(sft_trainer, "prepare_data", prepare)
+    monkeypatch.setattr(sft_trainer, "make_batches", prepare)
 
 
 def edit_config(folder, **fields):

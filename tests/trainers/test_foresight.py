@@ -243,7 +243,7 @@ def test_high_effort_unrolls_the_layers_and_gives_the_same_loss(make_trainer):
     runs = [make_trainer(effort, max_steps=2, compile_effort=effort) for effort in ("low", "high")]
     for trainer in runs:
         trainer.train()
-    assert [trainer.steps._unroll for trainer in runs] == [1, 2]
+    assert [trainer.steps.unroll for trainer in runs] == [1, 2]
     assert logged(runs[0], "loss") == pytest.approx(logged(runs[1], "loss"), rel=1e-6)
 
 

@@ -59,7 +59,8 @@ def finish(*args) -> str:
 def losses(output: Path) -> list[tuple]:
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "epoch", "loss", "grad_norm", "num_tokens", "train_loss")
-    return [tuple(record.get(name) for name in names) for record in records]
+    # A program is compiled again by each process, so its line says nothing about the training.
+    return [tuple(record.get(name) for name in names) for record in records if "program" not in record]
 
 
 def newest(output: Path) -> int:
