@@ -32,7 +32,7 @@ class Group(NamedTuple):
     seconds of `time.time()`.
     """
 
-    index: int
+    number: int
     row: int
     prompt_ids: list[int]
     completions: tuple[Completion, ...]
@@ -57,11 +57,11 @@ class Rollout(Protocol):
     once a worker has died, raised, or gone silent.
     """
 
-    def start(self, params: Any, version: int, next_index: int, finished: Sequence[Group]) -> None:
-        """Sample from group `next_index` on; `finished` are groups of a checkpoint that were done but not trained."""
+    def start(self, params: Any, version: int, next_number: int, finished: Sequence[Group]) -> None:
+        """Sample from group `next_number` on; `finished` are groups of a checkpoint that were done but not trained."""
 
     def take(self, count: int) -> list[Group]:
-        """The next groups in the order of their indices; waits for them."""
+        """The next groups in the order of their numbers; waits for them."""
 
     def release(self, count: int) -> None:
         """`count` of the groups taken were dropped by a filter, so later groups move forward: admit as many more."""
