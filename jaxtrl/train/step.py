@@ -40,10 +40,10 @@ class Sums(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """What `accumulate` adds to: the gradients of the summed loss, and the sums."""
+    """What `accumulate` adds to: the gradients of the summed loss, and the sums (`Sums`, or those of another step)."""
 
     gradients: Any
-    sums: Sums
+    sums: Any
 
 
 def skip_lanes(batch: RowBatch) -> RowBatch:
@@ -56,8 +56,8 @@ def skip_lanes(batch: RowBatch) -> RowBatch:
     return batch._replace(tables=CountedTables(*batch.tables))
 
 
-class SFTStep:
-    """One optimizer step of supervised fine-tuning; see `make_sft_step`.
+class TrainStep:
+    """One optimizer step, of supervised fine-tuning (`make_sft_step`) or of GRPO (`train.grpo.make_grpo_step`).
 
     `step(state, *batches) -> state, metrics` is `fused(state, batch)` for one batch, and for more `init(params)`, then
     `accumulate(params, acc, batch)` for each, then `apply(state, acc)`. These four are jax.jit objects, to be lowered
@@ -88,7 +88,7 @@ def make_sft_step(
     remat: str = "full",
     unroll: int = 1,
     donate: bool = True,
-) -> SFTStep:
+) -> TrainStep:
     """A pure step on `TrainState` and `RowBatch`es (of one row per device of `mesh`; their shapes may differ).
 
     The loss is sum(weight * l) / sum(denominator) over all batches and devices, l being "nll" or "dft". Metrics are
@@ -98,25 +98,42 @@ def make_sft_step(
     `donate` the buffers of the state given to `fused` and `apply`, and of the `acc` given to `accumulate`, are reused
     and must not be read again.
     """
-    gradients = _sharded(_make_gradients(config, loss_type, dtype, remat, unroll), mesh)
+    gradients = _make_gradients(config, loss_type, dtype, remat, unroll)
+    return make_train_step(gradients, Sums, _metrics, optimizer, mesh, donate)
+
+
+def make_train_step(
+    gradients: Callable[[Any, RowBatch], Accumulated],
+    sums: Any,
+    metrics: Callable[[Any], Metrics],
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
+    donate: bool,
+) -> TrainStep:
+    """The step that adds up what `gradients(params, batch of one row)` gives over devices and batches, then applies it.
+
+    `sums` is a named tuple of float32 scalars, `loss` and `denominator` among them; `metrics(sums)` are reported beside
+    loss, grad_norm and skipped.
+    """
+    gradients = sharded(gradients, mesh)
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return Accumulated(zeros, Sums(*(jnp.zeros((), jnp.float32) for _ in Sums._fields)))
+        return Accumulated(zeros, sums(*(jnp.zeros((), jnp.float32) for _ in sums._fields)))
 
     def accumulate(params: Any, acc: Accumulated, batch: RowBatch) -> Accumulated:
         return jax.tree.map(jnp.add, acc, gradients(params, batch))
 
     def apply(state: TrainState, acc: Accumulated) -> tuple[TrainState, Metrics]:
-        return _apply(optimizer, state, acc)
+        return _apply(optimizer, state, acc, metrics)
 
     def fused(state: TrainState, batch: RowBatch) -> tuple[TrainState, Metrics]:
-        return _apply(optimizer, state, gradients(state.params, batch))
+        return _apply(optimizer, state, gradients(state.params, batch), metrics)
 
     def jit(function, *donated):
         return jax.jit(function, donate_argnums=donated if donate else (), out_shardings=replicated(mesh))
 
-    return SFTStep(jit(init), jit(accumulate, 1), jit(apply, 0), jit(fused, 0))
+    return TrainStep(jit(init), jit(accumulate, 1), jit(apply, 0), jit(fused, 0))
 
 
 def make_eval_step(
@@ -134,15 +151,15 @@ def make_eval_step(
     loss = supervised_loss(loss_type)
 
     def evaluate(params: Any, batch: RowBatch) -> Sums:
-        row = _row(batch)
+        row = own_row(batch)
         weights, counts, used = _slot_weights(row)
-        scored = _score_row(config, params, row, used, dtype, "full", unroll)
+        scored = score_row(config, params, row, used, dtype, "full", unroll)
         total = jnp.where(weights != 0, weights * loss.value(scored.logp), 0.0).sum()
         return _sums(total, row, counts, scored)
 
     names = ("loss_sum", "denominator", "entropy_sum", "hit_sum", "num_terms")
-    sharded = _sharded(evaluate, mesh)
-    return jax.jit(lambda params, batch: dict(zip(names, sharded(params, batch), strict=True)))
+    evaluate_all = sharded(evaluate, mesh)
+    return jax.jit(lambda params, batch: dict(zip(names, evaluate_all(params, batch), strict=True)))
 
 
 def make_score_step(
@@ -158,12 +175,12 @@ def make_score_step(
     array: is the target the most likely token. Entries of unused terms (weight 0) mean nothing."""
 
     def terms(params: Any, batch: RowBatch) -> tuple[Array, ...]:
-        row = _row(batch)
-        scored = _score_row(config, params, row, None, dtype, "full", unroll, temperature)
+        row = own_row(batch)
+        scored = score_row(config, params, row, None, dtype, "full", unroll, temperature)
         columns = (scored.logp, scored.entropy, *([scored.hit] if hits else []))
         return tuple(column[row.term_slot][None] for column in columns)
 
-    return jax.jit(_sharded(terms, mesh, reduce=False))
+    return jax.jit(sharded(terms, mesh, reduce=False))
 
 
 def _make_gradients(config, loss_type, dtype, remat, unroll):
@@ -171,11 +188,11 @@ def _make_gradients(config, loss_type, dtype, remat, unroll):
     loss = supervised_loss(loss_type)
 
     def gradients(params: Any, batch: RowBatch) -> Accumulated:
-        row = _row(batch)
+        row = own_row(batch)
         weights, counts, used = _slot_weights(row)
 
         def total(params):
-            scored = _score_row(config, params, row, used, dtype, remat, unroll, cotangent=-weights, slope=loss.slope)
+            scored = score_row(config, params, row, used, dtype, remat, unroll, cotangent=-weights, slope=loss.slope)
             return scored.total, scored
 
         (value, scored), grads = jax.value_and_grad(total, has_aux=True)(params)
@@ -184,7 +201,7 @@ def _make_gradients(config, loss_type, dtype, remat, unroll):
     return gradients
 
 
-def _row(batch: RowBatch) -> Any:
+def own_row(batch: RowBatch) -> Any:
     """The one row that this device holds: a RowBatch of traced arrays without the leading axis."""
     return jax.tree.map(lambda x: x[0], batch)
 
@@ -196,7 +213,7 @@ def _slot_weights(row: Any) -> tuple[Float[Array, "u"], Float[Array, "u"], Bool[
     return weights, counts, counts > 0
 
 
-def _score_row(config, params, row, used, dtype, remat, unroll, temperature=1.0, cotangent=None, slope=None) -> Score:
+def score_row(config, params, row, used, dtype, remat, unroll, temperature=1.0, cotangent=None, slope=None) -> Score:
     """Scores of the row's slots. Those not `used` get a zero hidden state, so that nothing comes back from them."""
     model = nnx.merge(model_graphdef(config), params)
     hidden = model(
@@ -212,7 +229,12 @@ def _sums(loss: Array, row: Any, counts: Array, scored: Score) -> Sums:
     return Sums(loss, row.denominator, entropy, (counts * scored.hit).sum(), counts.sum())
 
 
-def _apply(optimizer, state: TrainState, acc: Accumulated) -> tuple[TrainState, Metrics]:
+def _metrics(sums: Sums) -> Metrics:
+    terms = jnp.maximum(sums.terms, 1.0)
+    return {"entropy": sums.entropy / terms, "mean_token_accuracy": sums.hits / terms, "num_terms": sums.terms}
+
+
+def _apply(optimizer, state: TrainState, acc: Accumulated, metrics_of) -> tuple[TrainState, Metrics]:
     """Divide, update, and keep the old state where loss or gradient are not finite."""
     sums = acc.sums
     scale = jnp.where(sums.denominator > 0, 1.0 / jnp.where(sums.denominator > 0, sums.denominator, 1.0), 0.0)
@@ -227,19 +249,12 @@ def _apply(optimizer, state: TrainState, acc: Accumulated) -> tuple[TrainState, 
         params = optax.apply_updates(state.params, updates)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         params, opt_state = jax.tree.map(keep, (params, opt_state), (state.params, state.opt_state))
-    terms = jnp.maximum(sums.terms, 1.0)
-    metrics = {
-        "loss": loss,
-        "grad_norm": norm,
-        "entropy": sums.entropy / terms,
-        "mean_token_accuracy": sums.hits / terms,
-        "num_terms": sums.terms,
-        "skipped": 1.0 - finite.astype(jnp.float32),
-    }
+    skipped = 1.0 - finite.astype(jnp.float32)
+    metrics = {"loss": loss, "grad_norm": norm, **metrics_of(sums), "skipped": skipped}
     return TrainState(state.step + finite.astype(jnp.int32), params, opt_state), metrics
 
 
-def _sharded(function: Callable, mesh: Mesh | None, reduce: bool = True) -> Callable:
+def sharded(function: Callable, mesh: Mesh | None, reduce: bool = True) -> Callable:
     """`function(params, batch)` on each device's row; results are summed over devices or, without `reduce`, stacked."""
     devices = row_count(mesh)
 
