@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--gradient_checkpointing", choices=("true", "false"), default="true", help="default true, as in TRL"
     )
+    out.add_argument("--compile_effort", choices=("low", "high"), default="low", help="high: unrolled layers")
     out.add_argument("--pad_to_multiple_of", default="none", help="shape set: none (default), auto, K, optimal:K")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return out
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     data = batches(args)
     state = TrainState.create(model_params(model), optimizer)
     del model
-    step = make_sft_step(config, optimizer, dtype=DTYPES[args.dtype], remat=remat)
+    unroll = config.num_hidden_layers if args.compile_effort == "high" else 1
+    step = make_sft_step(config, optimizer, dtype=DTYPES[args.dtype], remat=remat, unroll=unroll)
     start = time.perf_counter()
     programs: dict[Any, Any] = {}
     for batch, _ in data:

@@ -48,7 +48,7 @@ class TrainConfig(metaclass=OptionsType):
     )
     compile_effort: str = option(
         "low",
-        "low: layers in a loop, little compiling (-O1 on Neuron); high: unrolled layers, faster steps (-O2).",
+        "low: layers in a loop, little compiling (-O1 on Neuron); high: unrolled layers (-O2), meant for Neuron.",
         group="run",
         choices=("low", "high"),
     )
