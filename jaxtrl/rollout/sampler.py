@@ -1,8 +1,7 @@
 """`Sampler`: completions of prompts with static shapes and continuous batching (DESIGN.md section 9)."""
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,11 @@ from jax.typing import DTypeLike
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.hf import load_pretrained, resolve_model
 from jaxtrl.model.qwen3 import Qwen3, check_input_ids, model_params
-from jaxtrl.rollout.decoding import Marks, SlotInputs
-from jaxtrl.rollout.engine import LADDER, Copy, Engine, Prefilled, prompt_row
+from jaxtrl.rollout.engine import LADDER, Engine
 from jaxtrl.rollout.requests import Completion, Request, SamplingParams
-from jaxtrl.rollout.sampling import Controls
+from jaxtrl.rollout.session import OnTokens, Session
 
 ROW_TOKENS = 1024  # of prompts that are prefilled together; more for a single longer prompt
-OnTokens = Callable[[int, int, list[int]], None]
-IDLE = SamplingParams(temperature=0.0)  # of a slot that holds nothing
 
 
 class Sampler:
@@ -61,8 +57,7 @@ class Sampler:
         self.eos_token_ids = _eos_ids(eos_token_id, folder, model.config)
         cache_dtype = dtype if cache_dtype is None else cache_dtype
         self.engine = Engine(model.config, model_params(model), slots, tokens_per_call, dtype, cache_dtype)
-        self._running = False
-        self._kept: dict[tuple[int, ...], tuple[Prefilled, int]] = {}  # prompt -> its row and where it starts there
+        self._session: Session | None = None
 
     def generate(
         self,
@@ -90,7 +85,34 @@ class Sampler:
         fit max_length with its max_new_tokens. While it runs, raises RuntimeError if another stream of this sampler is
         unfinished, FloatingPointError where the model's logits are not finite.
         """
-        return self._run(self._requests(prompts, params, num_generations), on_tokens)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one for all or one for each")
+        requests = [
+            request
+            for number, (ids, one) in enumerate(zip(prompts, each, strict=True))
+            for request in self.requests(ids, one, num_generations, number, self.max_length)
+        ]
+        return self._run(requests, on_tokens)
+
+    def open(self, length: int | None = None) -> Session:
+        """A queue for requests that come one after the other, of at most `length` tokens each with their prompts.
+
+        Raises ValueError if `length` (default: max_length) is more than max_length, RuntimeError if a stream or another
+        session of this sampler is unfinished.
+        """
+        length = self.max_length if length is None else length
+        _check_sizes(length=length)
+        if length > self.max_length:
+            raise ValueError(f"length {length} is more than the sampler's max_length {self.max_length}")
+        self._check_idle()
+        self._session = Session(self, length)
+        return self._session
+
+    def release(self, session: Session) -> None:
+        """Called by a session that is closed."""
+        if self._session is session:
+            self._session = None
 
     def update_params(self, params: Any, version: int) -> None:
         """Use these parameters (`model_params`) from the next device call on, also in the middle of a stream.
@@ -100,53 +122,65 @@ class Sampler:
         """
         self.engine.load(params)
         self.version = version
-        self._kept.clear()
+        if self._session is not None:
+            self._session.forget_prompts()
 
     def warm_up(self) -> None:
         """Compile every program that requests of up to max_length tokens can need, in threads; returns when all are."""
         self._check_idle()
         self.engine.reserve(self.max_length)
-        self.engine.warm_up(self._row_tokens())
+        self.engine.warm_up(self.row_tokens)
 
-    def _check_idle(self) -> None:
-        if self._running:
-            raise RuntimeError("a stream of this sampler is unfinished: exhaust or close it first")
-
-    def _row_tokens(self) -> int:
+    @property
+    def row_tokens(self) -> int:
         """The longest row of prompts that is prefilled at once."""
         longest = self.max_length - 1
         return LADDER.token_class(max(longest, min(ROW_TOKENS, self.engine.slots * longest)))
 
-    def _requests(self, prompts, params, num_generations: int) -> list[Request]:
-        """All requests, those of equal prompts beside each other so that each prompt is prefilled once."""
+    def requests(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | Sequence[SamplingParams],
+        num_generations: int,
+        number: int,
+        length: int,
+    ) -> list[Request]:
+        """The completions of prompt `number`, checked; `params` is for all of them, or one for each."""
         _check_sizes(num_generations=num_generations)
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one for all or one for each")
-        groups: dict[tuple[int, ...], list[Request]] = {}
-        for number, (ids, one) in enumerate(zip(prompts, each, strict=True)):
-            prompt = tuple(int(token) for token in ids)
-            limit, stop_ids = self._limit(number, prompt, one), self._stop_ids(one)
-            decode = self._decoder() if one.stop_strings else None
-            groups.setdefault(prompt, []).extend(
-                Request(prompt, (number, generation), one, limit, stop_ids, decode)
-                for generation in range(num_generations)
-            )
-        return [request for group in groups.values() for request in group]
-
-    def _limit(self, number: int, prompt: tuple[int, ...], params: SamplingParams) -> int:
-        """The most tokens that a completion may have."""
+        each = [params] * num_generations if isinstance(params, SamplingParams) else list(params)
+        if len(each) != num_generations:
+            raise ValueError(f"prompt {number} has {len(each)} SamplingParams for {num_generations} completions")
+        prompt = tuple(int(token) for token in prompt_ids)
         if not prompt:
             raise ValueError(f"prompt {number} is empty: a completion needs at least one token to start from")
         check_input_ids(np.asarray(prompt), self.engine.config.vocab_size)
-        room = self.max_length - len(prompt)
-        wanted = params.max_new_tokens or max(1, params.min_new_tokens)
-        if wanted > room:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens, which with {wanted} new ones is more than max_length "
-                f"{self.max_length}: raise max_length, or lower max_new_tokens"
+        return [
+            Request(
+                prompt,
+                (number, generation),
+                one,
+                _limit(number, len(prompt), one, length),
+                self._stop_ids(one),
+                self._decoder() if one.stop_strings else None,
             )
-        return params.max_new_tokens or room
+            for generation, one in enumerate(each)
+        ]
+
+    def _check_idle(self) -> None:
+        if self._session is not None:
+            raise RuntimeError("a stream or session of this sampler is unfinished: exhaust or close it first")
+
+    def _run(self, requests: list[Request], on_tokens: OnTokens | None) -> Iterator[Completion]:
+        """Those of equal prompts one after the other, so that each prompt is prefilled once."""
+        if not requests:
+            return
+        groups: dict[tuple[int, ...], list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.prompt, []).append(request)
+        with self.open(max(len(request.prompt) + request.limit for request in requests)) as session:
+            session.extend(request for group in groups.values() for request in group)
+            while session.pending:
+                yield from session.step(on_tokens)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         check_input_ids(np.asarray(params.stop_token_ids, np.int64), self.engine.config.vocab_size)
@@ -157,96 +191,17 @@ class Sampler:
             raise ValueError("stop_strings need the text of the tokens: give Sampler(tokenizer=...)")
         return lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _run(self, requests: list[Request], on_tokens: OnTokens | None) -> Iterator[Completion]:
-        self._check_idle()
-        waiting = deque(requests)
-        live: list[Request | None] = [None] * self.engine.slots
-        self._running = True
-        try:
-            self.engine.reserve(max((len(request.prompt) + request.limit for request in requests), default=1))
-            while waiting or any(live):
-                self._refill(live, waiting)
-                yield from self._decode(live, on_tokens)
-        finally:
-            self._running = False
-            self._kept.clear()
 
-    def _refill(self, live: list[Request | None], waiting: deque[Request]) -> None:
-        """Start requests in the free slots: their prompts into the cache, but for the last token."""
-        started = {}
-        for slot, request in enumerate(live):
-            if request is None and waiting:
-                started[slot] = live[slot] = waiting.popleft()
-        prompts = dict.fromkeys(request.prompt[:-1] for request in started.values() if len(request.prompt) > 1)
-        self._prefill([prompt for prompt in prompts if prompt not in self._kept])
-        copies: dict[int, tuple[Prefilled, list[Copy]]] = {}
-        for slot, request in started.items():
-            if len(request.prompt) > 1:
-                row, start = self._kept[request.prompt[:-1]]
-                copies.setdefault(id(row), (row, []))[1].append(Copy(start, request.cached, slot))
-        for row, some in copies.values():
-            self.engine.insert(row, some)
-        following = waiting[0].prompt[:-1] if waiting else ()
-        self._kept = {prompt: place for prompt, place in self._kept.items() if prompt == following}
-
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
-        """Each prompt once, as many together as a row holds."""
-        limit = self._row_tokens()
-        while prompts:
-            count = max(1, int(np.searchsorted(np.cumsum([len(prompt) for prompt in prompts]), limit, side="right")))
-            together, prompts = prompts[:count], prompts[count:]
-            row, starts = prompt_row(together)
-            prefilled = self.engine.prefill(row)
-            self._kept.update({p: (prefilled, start) for p, start in zip(together, starts, strict=True)})
-
-    def _decode(self, live: list[Request | None], on_tokens: OnTokens | None) -> Iterator[Completion]:
-        """One device call; yields what ends in it and frees its slots."""
-        version = self.version
-        drawn = self.engine.decode(self._inputs(live))
-        ended = []
-        for slot, request in enumerate(live):
-            if request is None:
-                continue
-            known = len(request.tokens)
-            for step, (token, logp, sampled_logp) in enumerate(zip(*(x[:, slot].tolist() for x in drawn), strict=True)):
-                if not np.isfinite(logp):
-                    raise FloatingPointError(f"the logits of prompt {request.index[0]} are not finite: check the model")
-                completion = request.add(token, logp, sampled_logp, version)
-                if completion is not None:
-                    ended.append((step, slot, completion))
-                    live[slot] = None
-                    break
-            if on_tokens is not None:
-                on_tokens(*request.index, request.tokens[known:])
-        yield from (completion for *_, completion in sorted(ended, key=lambda end: end[:2]))
-
-    def _inputs(self, live: list[Request | None]) -> SlotInputs:
-        """What the device is told; a slot without a request draws greedily from token 0, and nobody looks."""
-        call = self.engine.call
-        params = [IDLE if request is None else request.params for request in live]
-        controls = Controls(
-            *(
-                np.array([getattr(p, name) for p in params], np.int32 if name == "top_k" else np.float32)
-                for name in Controls._fields
-            )
+def _limit(number: int, prompt: int, params: SamplingParams, length: int) -> int:
+    """The most tokens that a completion of a prompt of `prompt` tokens may have, of `length` for both."""
+    room = length - prompt
+    wanted = params.max_new_tokens or max(1, params.min_new_tokens)
+    if wanted > room:
+        raise ValueError(
+            f"prompt {number} has {prompt} tokens, which with {wanted} new ones is more than max_length "
+            f"{length}: raise max_length, or lower max_new_tokens"
         )
-        uniforms = np.stack([np.zeros(call, np.float32) if r is None else r.uniforms(call) for r in live], axis=1)
-        token, length = (
-            np.array([0 if request is None else getattr(request, name) for request in live], np.int32)
-            for name in ("last", "cached")
-        )
-        filtered = any(request is not None and (request.params.is_filtered or request.held) for request in live)
-        return SlotInputs(token, length, uniforms, controls, self._marks(live) if filtered else None)
-
-    def _marks(self, live: list[Request | None]) -> Marks:
-        shape = self.engine.slots, self.engine.config.vocab_size
-        marks = Marks(np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape[0], np.int32))
-        for slot, request in enumerate(live):
-            if request is not None:
-                marks.seen[slot, [*request.prompt, *request.tokens]] = True
-                marks.stops[slot, list(request.stop_ids)] = True
-                marks.held[slot] = request.held
-        return marks
+    return params.max_new_tokens or room
 
 
 def _check_sizes(**sizes: int) -> None:
