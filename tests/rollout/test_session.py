@@ -50,9 +50,8 @@ def test_every_completion_may_have_parameters_of_its_own(sampler):
         **{(0, seed): 3 + seed for seed in range(4)},
         (1, 0): 2,
     }
-    with sampler.open() as session:
-        with pytest.raises(ValueError, match="prompt 0 has 4 SamplingParams for 3 completions"):
-            session.add([5], each, 3)
+    with sampler.open() as session, pytest.raises(ValueError, match="prompt 0 has 4 SamplingParams for 3 comp"):
+        session.add([5], each, 3)
 
 
 def test_a_group_is_prefilled_once_also_over_several_steps(sampler):
