@@ -62,8 +62,10 @@ def tiny_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _run(args: Any) -> None:
+    from jaxtrl.trainers.command import start_neuron
     from jaxtrl.trainers.output_folder import begin_folder
 
+    start_neuron(args)
     begin_folder(Path(args.output_dir), args.resume_from_checkpoint, args.to_dict())
     import jax  # its start takes seconds, in which a killed job should already be one that can be resumed
 

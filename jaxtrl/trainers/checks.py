@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrl.model.qwen3 import Qwen3
+from jaxtrl.trainers.command import start_neuron
 from jaxtrl.trainers.config import TrainConfig
 from jaxtrl.trainers.logging import check_trackers
 from jaxtrl.trainers.model_source import FoundModel, find_model
@@ -17,6 +18,7 @@ def check_files(model: str | Path | Qwen3, args: Any) -> FoundModel:
     if not isinstance(args, TrainConfig):  # TRL's, where only one import was changed
         kind = type(args)
         raise TypeError(f"args must be a jaxtrl.SFTConfig, not a {kind.__module__}.{kind.__qualname__}.")
+    start_neuron(args)  # raises where JAX is there already and its environment is another
     check_trackers(args.report_to or [])
     folder = Path(str(args.output_dir))
     find_resume_path(args.resume_from_checkpoint, folder)

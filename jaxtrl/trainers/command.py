@@ -4,6 +4,9 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
+
+from jaxtrl.hardware.environment import set_environment
 
 
 def prepare_terminal() -> None:
@@ -28,3 +31,14 @@ def run_command(prog: str, work: Callable[[], object], interrupted: str = "inter
         print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
+
+
+def start_neuron(args: Any) -> None:
+    """Set the environment that `neuron_instance` of a trainer's options asks for. Before JAX is imported; raises
+    ValueError where it cannot be set."""
+    set_environment(
+        args.neuron_instance,
+        args.neuron_cores,
+        compile_effort=args.compile_effort,
+        compile_cache=args.compile_cache,
+    )

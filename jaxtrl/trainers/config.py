@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 from typing import Any, ClassVar
 
+from jaxtrl.hardware.cores import INSTANCES
+from jaxtrl.hardware.environment import cores_of
 from jaxtrl.trainers.options import OptionsType, Refusals, count_steps, option
 from jaxtrl.trainers.refused import REFUSED
 
@@ -57,6 +59,21 @@ class TrainConfig(metaclass=OptionsType):
         "When programs are compiled: none (as they come), before step 1 in threads (also: true), or in the background.",
         group="run",
         choices=("none", "before", "background"),
+    )
+    neuron_instance: str | None = option(
+        None,
+        "EC2 instance type whose Neuron environment is set before JAX starts (none: the environment stays as it is).",
+        group="devices",
+        choices=tuple(INSTANCES),
+    )
+    neuron_cores: int | str | None = option(
+        None, "Its cores that this process has: one (3) or a range (0-3); none: all of them.", group="devices"
+    )
+    donate_buffers: bool = option(
+        True,
+        "Steps write new parameters and optimizer state over the old ones; false needs twice their memory, for a "
+        "backend that fails with alias errors.",
+        group="devices",
     )
     seed: int = option(
         42, "Seed of the initial weights and, unless data_seed is set, of the data order.", group="run", minimum=0
@@ -208,6 +225,13 @@ class TrainConfig(metaclass=OptionsType):
                 raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)!r}")
         if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
             raise ValueError(f"warmup_steps: expected a whole number or a share below 1, got {self.warmup_steps!r}")
+        if self.neuron_instance is not None:
+            try:
+                cores_of(self.neuron_instance, self.neuron_cores)
+            except ValueError as error:
+                raise ValueError(f"neuron_cores: {error}") from None
+        elif self.neuron_cores is not None:
+            raise ValueError("neuron_cores: set neuron_instance too, it says which sets of cores are allowed")
         self._resolve_best()
 
     def _resolve_best(self) -> None:

@@ -51,6 +51,7 @@ class SFTSteps:
             dtype=self.dtype,
             remat=remat,
             unroll=self.unroll,
+            donate=self.args.donate_buffers,
         )
 
     def create_state(self, params: Any) -> TrainState:

@@ -31,6 +31,9 @@ ADDED = {
     "warmup",
     "max_programs",
     "batch_window",
+    "neuron_instance",
+    "neuron_cores",
+    "donate_buffers",
 }
 
 
@@ -71,6 +74,7 @@ def test_script_options_are_trls():
 
     fields = [f for c in (trl.ScriptArguments, trl.ModelConfig, DatasetMixtureConfig) for f in dataclasses.fields(c)]
     own = {"compile_cache", "compile_effort", "warmup", "max_programs", "batch_window"}
+    own |= {"neuron_instance", "neuron_cores", "donate_buffers"}
     supported = ADDED - {"eval_dataset_name", "chat_template_kwargs"} - own
     assert {field.name for field in fields} == (refused.SCRIPT.keys() - {"env"}) | supported
     for field in fields:
@@ -124,6 +128,7 @@ def test_unknown_name_gives_the_nearest():
         ("pad_to_multiple_of", 0, "at least 1"),
         ("max_programs", 0, "at least 1"),
         ("batch_window", 0, "at least 1"),
+        ("neuron_instance", "trn2.large", "one of trn1.2xlarge"),
         ("compile_effort", "medium", "one of low, high"),
         ("warmup", "later", "one of none, before, background"),
         ("report_to", "mlflow", "tensorboard, wandb, trackio, all or none"),
@@ -149,6 +154,8 @@ def test_a_wrong_value_names_its_option(name, value, expected):
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 300}, "multiple .* got 500 and 300"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.1}, "multiple"),
         ({"save_strategy": "best"}, "save_strategy: best needs evaluations"),
+        ({"neuron_cores": "0-3"}, "neuron_cores: set neuron_instance too"),
+        ({"neuron_instance": "trn2.3xlarge", "neuron_cores": "0-1"}, "neuron_cores: .* allowed are 0, 1, 2, 3; 0-3"),
     ],
 )
 def test_options_that_do_not_fit_together(options, message):
