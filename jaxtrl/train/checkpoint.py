@@ -86,9 +86,10 @@ class CheckpointWriter:
         """Start to write `state`, a pytree with `params` and more; returns when it is copied.
 
         Each entry of `metadata` (JSON values) becomes a file NAME.json. The arrays may be donated afterwards. Waits for
-        the write before it, and raises its error.
+        the write before it, and raises its error. Raises CheckpointError where the disk has no room for it.
         """
         self.wait()
+        self._check_room(step, state)
         self._handler.json_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
         path = self.path(step)
         if path.exists():
@@ -98,6 +99,15 @@ class CheckpointWriter:
         items = {item: ocp.args.StandardSave(tree) for item, tree in _items(_flat(state)).items()}
         self._orbax.save(path, args=_Arguments(**items))
         return path
+
+    def _check_room(self, step: int, state: Any) -> None:
+        """Before anything is written: Orbax on a full disk prints a page for each array and tells at the next save."""
+        needed, free = sum(x.nbytes for x in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise CheckpointError(
+                f"{self.path(step)} needs {needed:,} bytes but the disk has {free:,} left: free some, lower "
+                "save_total_limit, or continue elsewhere from the checkpoint before it."
+            )
 
     def wait(self) -> None:
         """Return when the last checkpoint is complete; raises what went wrong in the background."""

@@ -3,15 +3,19 @@
 Nothing heavy is imported, so that a command looks at the folder, and marks it as its own, before JAX is started.
 """
 
+import errno
+import fcntl
 import json
 import os
 import tempfile
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of file systems that have none
 
 
 def has_run(folder: Path) -> bool:
@@ -40,6 +44,27 @@ def make_folder(folder: Path) -> None:
         raise ValueError(f"output_dir {folder} cannot be {done} ({error.strerror}): give another folder.") from None
 
 
+def lock_folder(folder: Path) -> IO[str]:
+    """A file that is locked until it is closed or this process ends; two runs in one folder would overwrite each other.
+
+    Raises ValueError while another process (or run of this one) trains into `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK_FILE).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return file
+        file.close()
+        if isinstance(error, BlockingIOError):
+            raise ValueError(
+                f"output_dir {folder} is in use by a run that has not ended: give another folder."
+            ) from None
+        raise
+    return file
+
+
 def begin_folder(folder: Path, resume: bool | str | Path | None, options: dict[str, Any]) -> None:
     """Checks `resume`, makes the folder and leaves run.json in it, so that a job killed at any later moment can be
     taken up again. Traces of an earlier run are left alone: this one may fail before it trains."""
@@ -54,8 +79,11 @@ def start_run(folder: Path, run_id: str | None, options: dict[str, Any]) -> str:
     run_id = run_id or uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{RUN_FILE}.tmp"
-    temporary.write_text(json.dumps({"run_id": run_id, "options": options}, indent=2, default=str) + "\n")
-    os.replace(temporary, folder / RUN_FILE)
+    try:
+        temporary.write_text(json.dumps({"run_id": run_id, "options": options}, indent=2, default=str) + "\n")
+        os.replace(temporary, folder / RUN_FILE)
+    except OSError as error:
+        raise ValueError(f"output_dir {folder}: {temporary.name} cannot be written ({error.strerror}).") from None
     return run_id
 
 

@@ -6,7 +6,7 @@ from jaxtrl.train.checkpoint import CheckpointWriter, remove_leftovers
 from jaxtrl.trainers import saving
 from jaxtrl.trainers.config import TrainConfig
 from jaxtrl.trainers.logging import Metrics, MetricsFile, open_trackers, trim_metrics
-from jaxtrl.trainers.output_folder import METRICS_FILE, start_run
+from jaxtrl.trainers.output_folder import METRICS_FILE, lock_folder, start_run
 
 
 class Run:
@@ -21,6 +21,7 @@ class Run:
         self, folder: Path, args: TrainConfig, run_id: str | None, resume_step: int | None, files: dict[str, bytes]
     ):
         self.folder = folder
+        self._lock = lock_folder(folder)
         options = args.to_dict()
         self.run_id = start_run(folder, run_id, options)
         remove_leftovers(folder)
@@ -47,4 +48,7 @@ class Run:
         for tracker in self._trackers:
             tracker.close()
         self._metrics.close()
-        self.checkpoints.close()
+        try:
+            self.checkpoints.close()
+        finally:
+            self._lock.close()

@@ -197,3 +197,12 @@ def test_values_that_are_not_json_fail_in_the_call(tmp_path):
 def test_limit_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="save_total_limit"):
         CheckpointWriter(tmp_path, limit=0)
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    writer = CheckpointWriter(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 7, 7))
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 needs \d+ bytes but the disk has 7 left"):
+        writer.save(3, make_state(), {})
+    writer.close()
+    assert not list(tmp_path.iterdir())

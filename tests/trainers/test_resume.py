@@ -10,7 +10,7 @@ from datasets import IterableDataset
 
 from jaxtrl.train.checkpoint import CheckpointError
 from jaxtrl.trainers.callbacks import TrainerCallback
-from jaxtrl.trainers.output_folder import begin_folder, check_resume, read_run_id
+from jaxtrl.trainers.output_folder import begin_folder, check_resume, lock_folder, read_run_id
 from tests.trainers.conftest import token_rows
 
 
@@ -180,6 +180,21 @@ def test_a_new_command_does_not_disown_the_run_in_its_folder(tmp_path):
     first = read_run_id(tmp_path / "out")
     begin_folder(tmp_path / "out", None, {})
     assert read_run_id(tmp_path / "out") == first is not None
+
+
+def test_two_runs_never_write_into_one_folder(make_trainer, tmp_path):
+    (tmp_path / "out").mkdir()
+    with lock_folder(tmp_path / "out"), pytest.raises(ValueError, match=r"output_dir .*out is in use by a run"):
+        make_trainer(max_steps=1).train()
+    make_trainer(max_steps=1).train()  # the lock went with its file
+    with lock_folder(tmp_path / "out"):
+        pass
+
+
+def test_run_file_on_a_full_disk_names_the_folder(tmp_path):
+    (tmp_path / "run.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=r"output_dir .*: run.json.tmp cannot be written \(No space left on device\)"):
+        begin_folder(tmp_path, None, {})
 
 
 def test_resuming_a_finished_run_trains_nothing(make_trainer):
