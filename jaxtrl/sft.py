@@ -73,6 +73,7 @@ def _run(args: Any) -> None:
     from jaxtrl.hardware.memory import keep_freed_memory
     from jaxtrl.trainers.checks import check_files
     from jaxtrl.trainers.model_source import load_tokenizer, tiny_model
+    from jaxtrl.trainers.sft_config import SFTConfig
     from jaxtrl.trainers.sft_trainer import SFTTrainer
 
     if jax.default_backend() == "cpu":
@@ -81,7 +82,7 @@ def _run(args: Any) -> None:
     model: Any = None
     tokenizer = None
     if args.model_name_or_path is not None:  # what is wrong with it is said before the data is read
-        model = check_files(args.model_name_or_path, args).source
+        model = check_files(args.model_name_or_path, args, SFTConfig).source
         tokenizer = load_tokenizer(model, args.trust_remote_code)
     train, evaluation = (None if source is None else load_data(source, args) for source in sources)
     if model is None:

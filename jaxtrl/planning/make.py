@@ -27,7 +27,8 @@ from jaxtrl.trainers.foresight import fix_shapes
 from jaxtrl.trainers.model_source import load_tokenizer, tiny_model
 from jaxtrl.trainers.sft_config import SFTConfig
 from jaxtrl.trainers.sft_data import SHUFFLE_ONCE, data_seed, fit_packing, is_shuffled, make_batches, prepare_data
-from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
+from jaxtrl.trainers.sft_steps import SFTSteps
+from jaxtrl.trainers.steps import make_adamw
 
 OPTIMAL = 6  # sizes of the `optimal:K` that is compared
 COMPARED = ("auto", f"optimal:{OPTIMAL}", 128, "none")

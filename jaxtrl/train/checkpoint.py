@@ -9,7 +9,7 @@ name is complete, and what a killed run left behind has another name.
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,15 +82,24 @@ class CheckpointWriter:
     def path(self, step: int) -> Path:
         return self.folder / f"checkpoint-{step}"
 
-    def save(self, step: int, state: Any, metadata: dict[str, Any], keep: int | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metadata: dict[str, Any],
+        keep: int | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> Path:
         """Start to write `state`, a pytree with `params` and more; returns when it is copied.
 
-        Each entry of `metadata` (JSON values) becomes a file NAME.json. The arrays may be donated afterwards. Waits for
-        the write before it, and raises its error. Raises CheckpointError where the disk has no room for it.
+        Each entry of `metadata` (JSON values) becomes a file NAME.json, `files` are written as they are. The
+        arrays may be donated afterwards. Waits for the write before it, and raises its error. Raises
+        CheckpointError where the disk has no room for it.
         """
         self.wait()
         self._check_room(step, state)
-        self._handler.json_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
+        self._handler.own_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
+        self._handler.own_files |= files or {}
         path = self.path(step)
         if path.exists():
             _remove(path)
@@ -142,11 +151,11 @@ class _Handler(ocp.CompositeCheckpointHandler):
     def __init__(self, files: dict[str, bytes]):
         super().__init__(**{item: ocp.StandardCheckpointHandler() for item in ITEMS})
         self.files = files
-        self.json_files: dict[str, bytes] = {}
+        self.own_files: dict[str, bytes] = {}  # of the checkpoint that is being written
 
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
-        for name, content in {**self.files, **self.json_files}.items():
+        for name, content in {**self.files, **self.own_files}.items():
             (Path(directory) / name).write_bytes(content)
 
 

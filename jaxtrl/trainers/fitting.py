@@ -10,7 +10,7 @@ from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.train.compiled import Job
 from jaxtrl.train.memory import FACTOR, StepMemory, step_memory
 from jaxtrl.train.mesh import row_count
-from jaxtrl.trainers.sft_steps import SFTSteps
+from jaxtrl.trainers.steps import TrainSteps
 
 GIB = 2**30
 
@@ -48,7 +48,7 @@ class Fit(NamedTuple):
         )
 
 
-def fit_of(steps: SFTSteps, shapes: Iterable[ShapeClass], limit: int | None = None) -> Fit:
+def fit_of(steps: TrainSteps, shapes: Iterable[ShapeClass], limit: int | None = None) -> Fit:
     """Of the class that needs most. `limit`: bytes of a device (None: asked of the devices here)."""
     if limit is None:
         device = jax.devices()[0]
@@ -62,9 +62,9 @@ def fit_of(steps: SFTSteps, shapes: Iterable[ShapeClass], limit: int | None = No
                     shape,
                     opt_state,
                     itemsize=steps.dtype.itemsize,
-                    remat="full" if steps.args.gradient_checkpointing else "matmuls",
+                    remat=steps.remat,
                     unroll=steps.unroll,
-                    accumulates=steps.args.gradient_accumulation_steps > 1,
+                    accumulates=not steps.fuses,
                 ),
                 shape,
             )
@@ -75,7 +75,7 @@ def fit_of(steps: SFTSteps, shapes: Iterable[ShapeClass], limit: int | None = No
     return Fit(memory, limit, shape)
 
 
-def check_fits(steps: SFTSteps, jobs: Iterable[Job]) -> None:
+def check_fits(steps: TrainSteps, jobs: Iterable[Job]) -> None:
     """Raises ValueError with one sentence where a step of these programs cannot fit into a device."""
     shapes = [job.shape for job in jobs if job.kind in ("train", "accumulate") and isinstance(job.shape, ShapeClass)]
     if shapes and not (fit := fit_of(steps, shapes)).is_possible:

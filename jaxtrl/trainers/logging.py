@@ -157,12 +157,14 @@ def open_trackers(
 class Display:
     """The terminal: a progress bar with loss, tokens/s and time left, or plain lines where there is no terminal.
 
-    `bar`: None draws the bar on a terminal only; True and False decide.
+    `bar`: None draws the bar on a terminal only; True and False decide. With `columns` (names of metrics) the logs of
+    training are the rows of a table.
     """
 
     SHOWN = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "tokens_per_second")
 
-    def __init__(self, bar: bool | None = None, file: Any = None):
+    def __init__(self, bar: bool | None = None, file: Any = None, columns: tuple[str, ...] = ()):
+        self._columns, self._has_header = columns, False
         self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
         self._bar_wanted = self._console.is_terminal if bar is None else bar
         self._progress: Progress | None = None
@@ -194,6 +196,9 @@ class Display:
 
     def log(self, metrics: Metrics, step: int, seconds_left: float | None = None) -> None:
         """One line per log; the bar shows the newest loss and speed besides."""
+        if self._columns and self._columns[0] in metrics:
+            self._log_row(metrics, step, seconds_left)
+            return
         evaluated = [name for name in metrics if name.startswith("eval_")]
         shown = [name for name in (evaluated or self.SHOWN) if name in metrics]
         words = [f"{_short(name)} {_number(metrics[name])}" for name in shown]
@@ -207,6 +212,15 @@ class Display:
             text = f"loss {_number(metrics['loss'])}  {_number(metrics.get('tokens_per_second', 0))} tokens/s"
             self._progress.update(self._task, description=text)
 
+    def _log_row(self, metrics: Metrics, step: int, seconds_left: float | None) -> None:
+        cells = {"step": f"{step}/{self._total}"}
+        cells |= {_short(name): _number(metrics[name]) if name in metrics else "-" for name in self._columns}
+        cells["left"] = "-" if seconds_left is None else _clock(seconds_left)
+        widths = [max(len(name), 9) for name in cells]
+        for line in (list(cells.values()),) if self._has_header else (list(cells), list(cells.values())):
+            self.say("  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
+        self._has_header = True
+
     def stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -214,7 +228,9 @@ class Display:
 
 
 def _short(name: str) -> str:
-    return {"tokens_per_second": "tokens/s", "learning_rate": "lr", "mean_token_accuracy": "accuracy"}.get(name, name)
+    short = {"tokens_per_second": "tokens/s", "learning_rate": "lr", "mean_token_accuracy": "accuracy"}
+    short |= {"completions/mean_length": "length", "sample/staleness_mean": "staleness"}
+    return short.get(name, name)
 
 
 def _number(value: float | int | str) -> str:

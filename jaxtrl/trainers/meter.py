@@ -9,6 +9,8 @@ import jax
 
 from jaxtrl.trainers.data import MicroBatch
 
+COUNTS = ("num_terms", "tokens", "distinct", "padded")  # of a step, from which other metrics are made
+
 
 class Clock:
     """Seconds of training: evaluating, saving and compiling are left out of the speed."""
@@ -67,8 +69,9 @@ class Meter:
             yield
 
     def add(self, metrics: Any, micro_batches: Sequence[MicroBatch], flops: float) -> None:
-        """The metrics of a step (a dict of float32 scalars, still being computed) and what it was given."""
-        counts = {name: sum(getattr(m, name) for m in micro_batches) for name in ("tokens", "distinct", "padded")}
+        """The metrics of a step (a dict of float32 scalars, still being computed, and numbers of the host) and what it
+        was given."""
+        counts = {name: sum(getattr(m, name) for m in micro_batches) for name in COUNTS[1:]}
         tokens = counts["tokens"]
         self._on_device.append((metrics, {name: float(count) for name, count in counts.items()}))
         for name, value in (("steps", 1), ("tokens", tokens), ("flops", flops)):
@@ -90,15 +93,17 @@ class Meter:
         self._on_device = []
 
     def log(self) -> dict[str, float | int]:
-        """The metrics since the last log (means over steps as in TRL, the last grad_norm). Waits for the device."""
+        """The metrics since the last log. Waits for the device.
+
+        As in TRL these are means over steps (those that have the metric), maxima and minima where the name says so,
+        and the last grad_norm.
+        """
         self._fetch()
         if not self._pending:
             return {}
+        names = dict.fromkeys(name for step in self._pending for name in step if name not in COUNTS)
         logs: dict[str, float | int] = {
-            "loss": self._mean("loss"),
-            "grad_norm": self._pending[-1]["grad_norm"],
-            "entropy": self._mean("entropy"),
-            "mean_token_accuracy": self._mean("mean_token_accuracy"),
+            **{name: self._reduce(name) for name in names},
             "num_tokens": self.num_tokens,
             "padding_share": 1 - self._sum("distinct") / self._sum("padded"),
             "packing_ratio": self._sum("tokens") / max(self._sum("distinct"), 1.0),
@@ -122,8 +127,13 @@ class Meter:
     def _sum(self, name: str) -> float:
         return float(sum(step[name] for step in self._pending))
 
-    def _mean(self, name: str) -> float:
-        return self._sum(name) / len(self._pending)
+    def _reduce(self, name: str) -> float:
+        values = [step[name] for step in self._pending if name in step]
+        if name == "grad_norm":
+            return values[-1]
+        words = name.rpartition("/")[2].split("_")
+        extreme = max if "max" in words else min if "min" in words else None
+        return extreme(values) if extreme else sum(values) / len(values)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values. Waits for the device."""

@@ -11,7 +11,8 @@ from jaxtrl.train.compiled import Programs
 from jaxtrl.train.memory import FACTOR, step_memory
 from jaxtrl.trainers.model_source import tiny_model
 from jaxtrl.trainers.sft_config import SFTConfig
-from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
+from jaxtrl.trainers.sft_steps import SFTSteps
+from jaxtrl.trainers.steps import make_adamw
 
 MODEL_S = Qwen3Config(
     vocab_size=151936,

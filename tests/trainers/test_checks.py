@@ -12,6 +12,7 @@ from jaxtrl.model.tensor_files import INDEX_FILE
 from jaxtrl.trainers import sft_trainer
 from jaxtrl.trainers.checks import check_files
 from jaxtrl.trainers.refused import ARGUMENTS
+from jaxtrl.trainers.sft_config import SFTConfig
 from jaxtrl.trainers.sft_trainer import SFTTrainer
 from tests.trainers.conftest import tiny_qwen3
 
@@ -136,4 +137,4 @@ def test_every_argument_of_trl_and_transformers_is_taken_or_refused():
 
 def test_the_config_must_be_ours():
     with pytest.raises(TypeError, match=r"args must be a jaxtrl\.SFTConfig, not a builtins\.dict"):
-        check_files(tiny_qwen3(), {"max_length": 8})
+        check_files(tiny_qwen3(), {"max_length": 8}, SFTConfig)
