@@ -313,7 +313,7 @@ def test_a_stream_needs_max_steps(make_trainer):
 
 
 def test_mfu_is_logged_where_the_peak_is_known(make_trainer, monkeypatch):
-    monkeypatch.setattr("jaxtrl.trainers.sft_steps.peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr("jaxtrl.trainers.steps.peak_flops", lambda device, dtype: 1e12)
     trainer = make_trainer(max_steps=2)
     trainer.train()
     for entry in trainer.state.log_history[:2]:
