@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class WeightsFolder:
             folder = _roomy(nbytes)
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="jaxtrl-weights-", dir=folder))
+        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # at exit at the latest
 
     def write(self, params: Any, version: int) -> Path:
         """Writes the parameters (nested dict of arrays) of this version; the returned path exists once they are whole.
@@ -60,12 +62,9 @@ class WeightsFolder:
 
     def remove_before(self, version: int) -> None:
         """Removes all versions older than this one: every reader has a newer one."""
-        for path in self.folder.iterdir():
+        for path in self.folder.glob("*"):
             if path < self._path(version):
                 shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, version: int) -> Path:
         return self.folder / f"{version:012d}"

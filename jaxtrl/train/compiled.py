@@ -76,6 +76,7 @@ class Programs:
     def __init__(self, on_compile: Callable[[Program], None] | None = None):
         self.compiled: list[Program] = []
         self.calls: Counter[Key] = Counter()
+        self.compiling = False  # whether a call waits for a compile right now; another thread may look
         self._executables: dict[Key, Any] = {}
         self._foreseen: dict[Key, Job] = {}
         self._pending: dict[Key, Future] = {}
@@ -157,7 +158,11 @@ class Programs:
             self._take_done()
         executable = self._executables.get(key)
         if executable is None:
-            executable = self._wait_for(key) or self._compile_now(Job(kind, shape, function, args))
+            self.compiling = True
+            try:
+                executable = self._wait_for(key) or self._compile_now(Job(kind, shape, function, args))
+            finally:
+                self.compiling = False
         self.calls[key] += 1
         return executable(*args)
 
