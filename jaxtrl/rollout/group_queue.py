@@ -1,7 +1,7 @@
 """The trainer's side of pacing: which groups are admitted, which are finished, and in which order they are taken."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxtrl.rollout.groups import Group, Prompt
 from jaxtrl.rollout.pacing import Pacing, prompt_indices
@@ -84,9 +84,9 @@ class GroupQueue:
         return [self.kept[number] for number in sorted(self.kept)]
 
 
-def queue_metrics(queue: GroupQueue, since: dict[str, float]) -> dict[str, float]:
+def queue_metrics(queue: GroupQueue, since: Mapping[str, float | int]) -> dict[str, float]:
     """Gauges from what has been counted since the last time; seconds are sums, but for the mean time in the queue."""
-    return {
+    gauges = {
         "rollout/queue_depth": len(queue.kept),
         "rollout/queue_seconds": since.get("queue_seconds", 0.0) / max(since.get("taken", 0.0), 1.0),
         "rollout/wait_seconds": since.get("wait_seconds", 0.0),
@@ -99,3 +99,4 @@ def queue_metrics(queue: GroupQueue, since: dict[str, float]) -> dict[str, float
         "rollout/taken_groups": queue.taken_total,
         "rollout/admission_limit": queue.limit,
     }
+    return {name: float(value) for name, value in gauges.items()}

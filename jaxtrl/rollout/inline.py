@@ -31,7 +31,10 @@ class InlineRollout:
 
     def start(self, params: Any, version: int, next_number: int, finished: Sequence[Group]) -> None:
         self._queue.start(version, next_number, finished)
-        self._producer = GroupProducer(self.setup, _on_one_device(params), version)
+        if self._producer is None:
+            self._producer = GroupProducer(self.setup, _on_one_device(params), version)
+        else:
+            self._producer.update_params(_on_one_device(params), version)
 
     def take(self, count: int) -> list[Group]:
         start = time.perf_counter()

@@ -98,6 +98,7 @@ class GroupProducer:
         self._first: deque[Task] = deque()  # those of an evaluation
         self._open: dict[int, _Open] = {}
         self._opened = 0
+        self._reported: set[str] = set()  # reward functions that have raised
 
     @property
     def idle(self) -> bool:
@@ -172,7 +173,7 @@ class GroupProducer:
         completions = tuple(sorted(made.completions, key=lambda completion: completion.generation_index))
         ids = [completion.token_ids.tolist() for completion in completions]
         texts = tuple(self.setup.tokenizer.decode(one, skip_special_tokens=True) for one in ids)
-        rewards, failed = score(self.setup.reward_funcs, prompt.prompt, texts, ids, prompt.columns)
+        rewards, failed = score(self.setup.reward_funcs, prompt.prompt, texts, ids, prompt.columns, self._reported)
         group = Group(
             number=number,
             row=prompt.row,

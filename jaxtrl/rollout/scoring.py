@@ -71,6 +71,7 @@ def score(
     texts: Sequence[str],
     completion_ids: Sequence[Any],
     columns: Mapping[str, Any],
+    reported: set[str] | None = None,
 ) -> Scores:
     """Rewards of the completions of one prompt, each function called once for all of them.
 
@@ -78,7 +79,7 @@ def score(
     messages), `completion_ids`, and every column, all lists with an entry per completion. A function that raises is
     called again for one completion at a time, and those for which it raises are `failed`; where that is all of them,
     its exception is raised. Raises ValueError or TypeError naming a function that returns anything but a number or None
-    for each completion.
+    for each completion. The first traceback of a function is logged, if its name is not in `reported`.
     """
     messages = not isinstance(prompt, str)
     completions = [[{"role": "assistant", "content": text}] if messages else text for text in texts]
@@ -91,22 +92,24 @@ def score(
     }
     rewards, failed = np.full((count, len(functions)), np.nan, np.float32), np.zeros(count, bool)
     for column, function in enumerate(functions):
-        values, raised = _call_group(function, kwargs, count)
+        values, raised = _call_group(function, kwargs, count, set() if reported is None else reported)
         rewards[:, column] = values
         failed |= raised
     return Scores(rewards, failed)
 
 
-def _call_group(function: RewardFunction, kwargs: Mapping[str, list[Any]], count: int) -> tuple[np.ndarray, np.ndarray]:
+def _call_group(
+    function: RewardFunction, kwargs: Mapping[str, list[Any]], count: int, reported: set[str]
+) -> tuple[np.ndarray, np.ndarray]:
     try:
         result = _call(function, kwargs)
     except Exception as error:
-        return _call_each(function, kwargs, count, error)
+        return _call_each(function, kwargs, count, error, reported)
     return _checked(function, result, count), np.zeros(count, bool)
 
 
 def _call_each(
-    function: RewardFunction, kwargs: Mapping[str, list[Any]], count: int, error: Exception
+    function: RewardFunction, kwargs: Mapping[str, list[Any]], count: int, error: Exception, reported: set[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """One completion at a time; `error` is what the function raised for all together."""
     values, raised = np.full(count, np.nan, np.float32), np.zeros(count, bool)
@@ -119,11 +122,14 @@ def _call_each(
             values[i] = _checked(function, result, 1)[0]
     if raised.all():
         raise error
-    trace = "".join(traceback.format_exception(error))
-    logger.warning(
-        "The reward function %s raised for %d of %d completions, which are dropped:\n%s",
-        *(function_name(function), raised.sum(), count, trace),
-    )
+    name = function_name(function)
+    if name not in reported:
+        reported.add(name)
+        trace = "".join(traceback.format_exception(error, chain=False))
+        logger.warning(
+            "The reward function %s raised for %d of %d completions, which are dropped and counted; the first one:\n%s",
+            *(name, raised.sum(), count, trace),
+        )
     return values, raised
 
 

@@ -66,11 +66,13 @@ def test_arguments_are_those_of_trl(prompt):
 
 
 def test_completions_for_which_a_function_raises_are_failed_and_logged_once(caplog):
-    rewards, failed = score([length, raises_for_bb], "p", TEXTS, IDS, {})
+    reported = set()
+    rewards, failed = score([length, raises_for_bb], "p", TEXTS, IDS, {}, reported)
+    score([raises_for_bb], "p", TEXTS, IDS, {}, reported)
     assert failed.tolist() == [False, True, False]
     np.testing.assert_array_equal(rewards, np.array([[1, 1], [2, np.nan], [3, 1]], np.float32))
     (record,) = caplog.records
-    assert "raises_for_bb raised for 1 of 3 completions, which are dropped" in record.getMessage()
+    assert "raises_for_bb raised for 1 of 3 completions, which are dropped and counted" in record.getMessage()
     assert "no bb please" in record.getMessage()
 
 
