@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxtrl.rows.batch import RowBatch
     from jaxtrl.rows.pack import pack_rows
     from jaxtrl.rows.tree import plan_trees, tree_rows
+    from jaxtrl.train.grpo import make_grpo_step
     from jaxtrl.train.mesh import make_mesh
     from jaxtrl.train.optimizer import make_optimizer
     from jaxtrl.train.state import TrainState
@@ -30,6 +31,7 @@ _MODULES = {
     "TrainState": "train.state",
     "load_pretrained": "model.hf",
     "make_eval_step": "train.step",
+    "make_grpo_step": "train.grpo",
     "make_mesh": "train.mesh",
     "make_optimizer": "train.optimizer",
     "make_score_step": "train.step",
@@ -51,6 +53,7 @@ __all__ = [
     "TrainState",
     "load_pretrained",
     "make_eval_step",
+    "make_grpo_step",
     "make_mesh",
     "make_optimizer",
     "make_score_step",

@@ -1,4 +1,4 @@
-"""Losses over the terms of a row, and sums over the terms of one slot (DESIGN.md section 6).
+"""Losses over the terms of a row, and sums over the terms of one slot or one sample (DESIGN.md section 6).
 
 A supervised loss is a function of a term's log-prob alone, so the terms of one slot are one loss with their summed
 weight: sum_t weight_t l(logp[slot_t]) = sum_s weight_s l(logp_s). Divided once, over all micro-batches and devices.
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrl.train.mesh import vary, varying_axes
 
-SLOT_CHUNK = 256  # slots compared with all terms at a time
+CHUNK = 256  # slots or terms compared with all terms at a time
 
 
 class SupervisedLoss(NamedTuple):
@@ -45,18 +45,35 @@ def supervised_loss(loss_type: str) -> SupervisedLoss:
 
 
 def sum_by_slot(columns: Float[Array, "t k"], term_slot: Int[Array, "t"], slots: int) -> Float[Array, "slots k"]:
-    """Sum of the terms of each slot: a product with [slots, terms] comparisons, made in chunks (a scatter of scalars is
-    slow on Neuron, and so would be the gradient of a gather)."""
-    count = -(-slots // SLOT_CHUNK)
-    index = lax.iota(jnp.int32, count * SLOT_CHUNK).reshape(count, SLOT_CHUNK)
+    """Sum of the terms of each slot."""
+    return _sum_equal(columns, term_slot, lax.iota(jnp.int32, slots))
+
+
+@jax.custom_vjp
+def sum_by_sample(values: Float[Array, "t"], term_sample: Int[Array, "t"]) -> Float[Array, "t"]:
+    """For each term the sum over all terms of its sample. Samples may have any numbers."""
+    return _sum_equal(values[:, None], term_sample, term_sample)[:, 0]
+
+
+sum_by_sample.defvjp(
+    lambda values, term_sample: (sum_by_sample(values, term_sample), term_sample),
+    lambda term_sample, cotangent: (sum_by_sample(cotangent, term_sample), None),
+)
+
+
+def _sum_equal(columns: Array, key: Array, wanted: Array) -> Array:
+    """[wanted, k]: for each wanted number the sum of the rows with that key. A product with [wanted, rows] comparisons,
+    made in chunks (a scatter of scalars is slow on Neuron, and so would be the gradient of a gather)."""
+    count = -(-wanted.shape[0] // CHUNK)
+    chunks = jnp.pad(wanted, (0, count * CHUNK - wanted.shape[0])).reshape(count, CHUNK)
     columns = columns.astype(jnp.float32)
 
-    def chunk(slot):
-        own = (slot[:, None] == term_slot).astype(jnp.float32)
+    def chunk(numbers):
+        own = (numbers[:, None] == key).astype(jnp.float32)
         return jnp.dot(own, columns, precision=lax.Precision.HIGHEST)
 
-    sums = lax.map(chunk, vary(index, varying_axes((columns, term_slot))))
-    return sums.reshape(count * SLOT_CHUNK, -1)[:slots]
+    sums = lax.map(chunk, vary(chunks, varying_axes((columns, key))))
+    return sums.reshape(count * CHUNK, -1)[: wanted.shape[0]]
 
 
 @jax.custom_vjp

@@ -152,7 +152,7 @@ def make_eval_step(
 
     def evaluate(params: Any, batch: RowBatch) -> Sums:
         row = own_row(batch)
-        weights, counts, used = _slot_weights(row)
+        weights, counts, used = slot_weights(row)
         scored = score_row(config, params, row, used, dtype, "full", unroll)
         total = jnp.where(weights != 0, weights * loss.value(scored.logp), 0.0).sum()
         return _sums(total, row, counts, scored)
@@ -189,7 +189,7 @@ def _make_gradients(config, loss_type, dtype, remat, unroll):
 
     def gradients(params: Any, batch: RowBatch) -> Accumulated:
         row = own_row(batch)
-        weights, counts, used = _slot_weights(row)
+        weights, counts, used = slot_weights(row)
 
         def total(params):
             scored = score_row(config, params, row, used, dtype, remat, unroll, cotangent=-weights, slope=loss.slope)
@@ -206,7 +206,7 @@ def own_row(batch: RowBatch) -> Any:
     return jax.tree.map(lambda x: x[0], batch)
 
 
-def _slot_weights(row: Any) -> tuple[Float[Array, "u"], Float[Array, "u"], Bool[Array, "u"]]:
+def slot_weights(row: Any) -> tuple[Float[Array, "u"], Float[Array, "u"], Bool[Array, "u"]]:
     """Of each slot: the summed weight of its terms, their number, and whether it has any."""
     columns = jnp.stack([row.weight, (row.weight != 0).astype(jnp.float32)], axis=1)
     weights, counts = sum_by_slot(columns, row.term_slot, row.slot_index.shape[0]).T

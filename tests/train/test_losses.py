@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxtrl.train import losses
-from jaxtrl.train.losses import dft, nll, sum_by_slot, supervised_loss, take_slots
+from jaxtrl.train.losses import dft, nll, sum_by_sample, sum_by_slot, supervised_loss, take_slots
 from jaxtrl.train.mesh import make_mesh
 
 LOGP = np.array([-0.1, -2.0, -7.5], np.float32)
@@ -49,6 +49,17 @@ def test_sum_by_slot(slots, terms):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("terms", [1, 9, 700])
+def test_sum_by_sample(terms):
+    rng = np.random.default_rng(0)
+    values, weight = rng.standard_normal((2, terms)).astype(np.float32)
+    number = rng.integers(0, 5, terms).astype(np.int32) * 1000
+    same = (number[:, None] == number).astype(np.float64)
+    total = lambda v: (weight * sum_by_sample(v, jnp.asarray(number))).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.jit(sum_by_sample)(values, number), same @ values, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(values), same @ weight, rtol=1e-5, atol=1e-5)
+
+
 def test_take_slots():
     rng = np.random.default_rng(0)
     values, term_slot = rng.standard_normal(40).astype(np.float32), rng.integers(0, 40, 90).astype(np.int32)
@@ -80,7 +91,7 @@ def test_take_slots_of_replicated_values_sums_over_devices():
 
 def test_chunks_bound_the_comparison():
     jaxpr = str(
-        jax.make_jaxpr(lambda c, s: sum_by_slot(c, s, 4 * losses.SLOT_CHUNK))(jnp.zeros((50, 1)), jnp.zeros(50, int))
+        jax.make_jaxpr(lambda c, s: sum_by_slot(c, s, 4 * losses.CHUNK))(jnp.zeros((50, 1)), jnp.zeros(50, int))
     )
-    assert f"[{losses.SLOT_CHUNK},50]" in jaxpr
-    assert f"[{4 * losses.SLOT_CHUNK},50]" not in jaxpr
+    assert f"[{losses.CHUNK},50]" in jaxpr
+    assert f"[{4 * losses.CHUNK},50]" not in jaxpr

@@ -1,0 +1,144 @@
+"""The GRPO step: a policy loss on token rows, with the metrics that TRL reports (DESIGN.md sections 3 and 6)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.rows.batch import RowBatch
+from jaxtrl.train.losses import take_slots
+from jaxtrl.train.policy import Evaluated, PolicyLoss
+from jaxtrl.train.step import (
+    Accumulated,
+    Metrics,
+    TrainStep,
+    make_train_step,
+    own_row,
+    score_row,
+    slot_weights,
+)
+
+
+class PolicySums(NamedTuple):
+    """Sums over trained terms of any number of micro-batches; float32 scalars."""
+
+    loss: Float[Array, ""]  # weighted
+    denominator: Float[Array, ""]
+    terms: Float[Array, ""]
+    ratios: Float[Array, ""]  # their number: of terms, or of completions at sequence level
+    importances: Float[Array, ""]
+    entropy: Float[Array, ""]
+    kl: Float[Array, ""]
+    mismatch: Float[Array, ""]
+    ratio: Float[Array, ""]
+    low: Float[Array, ""]
+    high: Float[Array, ""]
+    importance: Float[Array, ""]
+
+
+def make_grpo_step(
+    config: Qwen3Config,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    *,
+    loss_type: str = "dapo",
+    importance_sampling_level: str = "token",
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    use_bias_correction_kl: bool = True,
+    importance_sampling_mode: str | None = None,
+    importance_sampling_clip_max: float | None = 3.0,
+    importance_sampling_clip_min: float | None = None,
+    temperature: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "full",
+    unroll: int = 1,
+    donate: bool = True,
+) -> TrainStep:
+    """A pure step on `TrainState` and `RowBatch`es (of one row per device of `mesh`; their shapes may differ).
+
+    The loss is sum(weight * l) / sum(denominator) over all batches and devices, l being the `PolicyLoss` of these
+    options; `rows.advantages.normalise_row` makes the two columns for each `loss_type`. Batches need the columns
+    `advantage` and `old_logp` (log-probs at `temperature`), with `beta` above 0 also `ref_logp`, with an
+    `importance_sampling_mode` also `sampler_logp`; a batch without them is a ValueError when the step is traced.
+
+    Metrics are float32 scalars, means over trained terms: loss, grad_norm, entropy, num_terms, skipped (as
+    `make_sft_step`), ratio, clip_ratio/low_mean, high_mean, region_mean (cispo: cispo_clip_ratio), kl,
+    sampling/sampling_logp_difference/mean and, with a mode, sampling/importance_sampling_ratio/mean. Where there is one
+    ratio for each completion, means of ratios and of their clipping are over completions.
+    """
+    policy = PolicyLoss(
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        beta=beta,
+        use_bias_correction_kl=use_bias_correction_kl,
+        importance_sampling_mode=importance_sampling_mode,
+        importance_sampling_clip_max=importance_sampling_clip_max,
+        importance_sampling_clip_min=importance_sampling_clip_min,
+    )
+
+    def gradients(params: Any, batch: RowBatch) -> Accumulated:
+        if missing := policy.missing_columns(batch):
+            raise ValueError(f"the batch has no column {missing[0]}, which this loss needs: give it to the samples")
+        row = own_row(batch)
+        _, counts, used = slot_weights(row)
+
+        def total(params):
+            scored = score_row(config, params, row, used, dtype, remat, unroll, temperature)
+            terms = policy.evaluate(take_slots(scored.logp, row.term_slot), row)
+            return _sum_used(row, row.weight * terms.loss), (scored.entropy, terms)
+
+        (loss, (entropy, terms)), grads = jax.value_and_grad(total, has_aux=True)(params)
+        return Accumulated(grads, _sums(loss, row, jnp.where(used, counts * entropy, 0.0).sum(), terms))
+
+    return make_train_step(gradients, PolicySums, lambda sums: _metrics(policy, sums), optimizer, mesh, donate)
+
+
+def _sum_used(row: Any, values: Array) -> Array:
+    return jnp.where(row.weight != 0, values, 0.0).sum()
+
+
+def _sums(loss: Array, row: Any, entropy: Array, terms: Evaluated) -> PolicySums:
+    return PolicySums(
+        loss=loss,
+        denominator=row.denominator,
+        terms=_sum_used(row, jnp.ones_like(row.weight)),
+        ratios=_sum_used(row, terms.ratio_share),
+        importances=_sum_used(row, terms.importance_share),
+        entropy=entropy,
+        kl=_sum_used(row, terms.kl),
+        mismatch=_sum_used(row, terms.mismatch),
+        ratio=_sum_used(row, terms.ratio_share * terms.ratio),
+        low=_sum_used(row, terms.ratio_share * terms.low),
+        high=_sum_used(row, terms.ratio_share * terms.high),
+        importance=_sum_used(row, terms.importance_share * terms.importance),
+    )
+
+
+def _metrics(policy: PolicyLoss, sums: PolicySums) -> Metrics:
+    terms, ratios, importances = (jnp.maximum(x, 1.0) for x in (sums.terms, sums.ratios, sums.importances))
+    metrics = {
+        "entropy": sums.entropy / terms,
+        "num_terms": sums.terms,
+        "kl": sums.kl / terms,
+        "ratio": sums.ratio / ratios,
+        "sampling/sampling_logp_difference/mean": sums.mismatch / terms,
+    }
+    if policy.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = sums.high / ratios
+    else:
+        metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"] = sums.low / ratios, sums.high / ratios
+        metrics["clip_ratio/region_mean"] = (sums.low + sums.high) / ratios
+    if policy.importance_sampling_mode is not None:
+        metrics["sampling/importance_sampling_ratio/mean"] = sums.importance / importances
+    return metrics
