@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxtrl.model.remat import keep_residual
+from jaxtrl.model.sharding import vary, varying_axes
 from jaxtrl.rows.blocks import BlockTables, CountedTables
 
 MASKED = -1e30  # finite, so no NaN can arise; exp(MASKED - maximum) is exactly 0
@@ -179,18 +180,12 @@ def _backward(saved: tuple, cotangent: Array) -> tuple[Array | None, ...]:
 _attend.defvjp(_forward, _backward)
 
 
-def _axes(tree: Any) -> frozenset[str]:
-    """The mesh axes over which any leaf varies (inside `shard_map`, else none)."""
-    return frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(tree)))
-
-
 def _vary_as(like: Any, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     """A scan's carry must vary from its start over the axes over which what it is computed from varies."""
-    axes = _axes(like)
-    return tuple(lax.pcast(x, tuple(axes - _axes(x)), to="varying") for x in arrays)
+    return vary(arrays, varying_axes(like))
 
 
 def _cotangent(grad: Array, primal: Array) -> Array:
     """In the dtype of the primal, summed over the mesh axes over which the primal is the same everywhere."""
-    axes = tuple(sorted(_axes(grad) - _axes(primal)))
+    axes = tuple(sorted(varying_axes(grad) - varying_axes(primal)))
     return (lax.psum(grad, axes) if axes else grad).astype(primal.dtype)

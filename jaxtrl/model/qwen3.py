@@ -16,6 +16,7 @@ from jaxtrl.model.attention import attend
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.remat import REMAT_POLICIES, keep
 from jaxtrl.model.rope import rope_tables, rotate
+from jaxtrl.model.sharding import Shards, gather_layer, sum_over_tensor, take_rows, vary, varying_axes
 from jaxtrl.rows.blocks import BlockTables
 
 Normal = Callable[[tuple[int, ...]], Array]  # draws the initial weights of a shape
@@ -35,15 +36,26 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ kernel (+ bias), kernel [in, out] float32, computed in the dtype of x."""
+    """x @ kernel (+ bias), kernel [in, out] float32, computed in the dtype of x.
 
-    def __init__(self, shape: tuple[int, ...], bias: bool, normal: Normal):
+    Under tensor parallelism a device has some of the outputs or, where they are `summed`, some of the inputs.
+    """
+
+    def __init__(self, shape: tuple[int, ...], bias: bool, normal: Normal, summed: bool = False):
+        self.summed = summed
         self.kernel = nnx.Param(normal(shape))
         self.bias = nnx.Param(jnp.asarray(np.zeros((*shape[:-2], shape[-1]), np.float32))) if bias else None
 
     def __call__(self, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
         y = x @ self.kernel.get_value().astype(x.dtype)
+        if self.summed:
+            y = sum_over_tensor(y)
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
+
+
+def _for_each_shard(x: Array, linear: Linear) -> Array:
+    """`x` for a layer that is cut over "tensor": cast once, so that the gradients of its shards are added up once."""
+    return vary(x, varying_axes(linear.kernel.get_value()))
 
 
 class Attention(nnx.Module):
@@ -56,11 +68,12 @@ class Attention(nnx.Module):
         self.q_proj = Linear((layers, hidden, queries), bias, normal)
         self.k_proj = Linear((layers, hidden, keys), bias, normal)
         self.v_proj = Linear((layers, hidden, keys), bias, normal)
-        self.o_proj = Linear((layers, queries, hidden), bias, normal)
+        self.o_proj = Linear((layers, queries, hidden), bias, normal, summed=True)
         self.q_norm = RMSNorm((layers, d), config.rms_norm_eps)
         self.k_norm = RMSNorm((layers, d), config.rms_norm_eps)
 
     def __call__(self, x: Float[Array, "n d"], cos: Array, sin: Array, attention: Callable) -> Float[Array, "n d"]:
+        x = _for_each_shard(x, self.q_proj)
         q, k, v = (
             keep(project(x), "projection").reshape(x.shape[0], -1, self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -78,9 +91,10 @@ class MLP(nnx.Module):
         layers, hidden, inner = config.num_hidden_layers, config.hidden_size, config.intermediate_size
         self.gate_proj = Linear((layers, hidden, inner), False, normal)
         self.up_proj = Linear((layers, hidden, inner), False, normal)
-        self.down_proj = Linear((layers, inner, hidden), False, normal)
+        self.down_proj = Linear((layers, inner, hidden), False, normal, summed=True)
 
     def __call__(self, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+        x = _for_each_shard(x, self.gate_proj)
         gate = keep(self.gate_proj(x), "projection")
         up = keep(self.up_proj(x), "projection")
         return self.down_proj(nnx.silu(gate) * up)
@@ -133,11 +147,13 @@ class Qwen3(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         remat: str = "full",
         unroll: int = 1,
+        shards: Shards = Shards(),
     ) -> Float[Array, "n d"]:
         """Hidden states after the final norm, in `dtype`, which every matmul computes in.
 
         `remat` says what a layer keeps for the backward pass: "full" recomputes all from its input, "matmuls" keeps
-        the matmul and attention outputs. `unroll` layers are one step of the layer loop. Raises ValueError for another
+        the matmul and attention outputs. `unroll` layers are one step of the layer loop. `shards`: how the parameters
+        are cut (inside `jax.shard_map`). Raises ValueError for another
         `remat` and, where the ids are known (outside jit), for an id that is not in the vocabulary; inside jit, where
         nothing can be raised, such an id makes the row NaN rather than some other token.
         """
@@ -152,19 +168,26 @@ class Qwen3(nnx.Module):
             return attend(q, k, v, visible_until, tables)
 
         def body(x, layer):
-            return nnx.merge(graphdef, layer)(x, cos, sin, attention), None
+            # Gathered under the checkpoint: what is kept for the backward pass is the device's own part.
+            return nnx.merge(graphdef, gather_layer(layer, shards, dtype))(x, cos, sin, attention), None
 
         # Fully unrolled, forward pass and recomputation are one program: only a barrier keeps XLA from merging them.
         barrier = unroll >= self.config.num_hidden_layers
         body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=barrier)
-        x = embed(jnp.asarray(self.embed_tokens.get_value()), jnp.asarray(input_ids)).astype(dtype)
+        x = embed(jnp.asarray(self.embed_tokens.get_value()), jnp.asarray(input_ids), dtype, shards)
         x, _ = lax.scan(body, x, layers, unroll=unroll)
         return self.norm(x, dtype)
 
 
-def embed(table: Float[Array, "vocab d"], input_ids: Int[Array, "n"]) -> Float[Array, "n d"]:
+def embed(
+    table: Float[Array, "vocab d"], input_ids: Int[Array, "n"], dtype: DTypeLike, shards: Shards = Shards()
+) -> Float[Array, "n hidden"]:
     """Rows of the embedding; NaN for an id outside of it (plain indexing would give the nearest row, silently)."""
-    return table.at[input_ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    if shards == Shards():
+        return table.at[input_ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
+    rows = sum_over_tensor(take_rows(table, input_ids, shards, dtype))
+    known = (input_ids >= 0) & (input_ids < table.shape[0] * shards.tensor)
+    return jnp.where(known[:, None], rows, jnp.nan)
 
 
 def check_input_ids(input_ids: Any, vocab_size: int) -> None:

@@ -120,7 +120,7 @@ def prefill(
         kept.append(KeyValue(*(_columns(x.astype(cache_dtype), x.shape[0] + BLOCK) for x in (k, v))))
         return attend(q, k, v, jnp.asarray(row.visible_until), row.tables)
 
-    x = embed(weights.embedding, jnp.asarray(row.input_ids)).astype(dtype)
+    x = embed(weights.embedding, jnp.asarray(row.input_ids), dtype)
     _apply_layers(config, weights, x, jnp.asarray(row.position_ids), attention)
     return tuple(kept)
 
@@ -191,7 +191,7 @@ def decode(
             new_tails.append(added)
             return attend_cached(q, caches[layer], added, length, number)
 
-        x = embed(weights.embedding, token).astype(dtype)
+        x = embed(weights.embedding, token, dtype)
         x = norm(_apply_layers(config, weights, x, length + number, attention), dtype)
         logits = lax.dot_general(x, weights.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         forbidden = None if marks is None else marks.stops & (number < marks.held)[:, None]

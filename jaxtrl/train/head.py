@@ -11,8 +11,9 @@ further pass over the vocabulary; otherwise the logits are recomputed (four prod
 The target's entry is left out of these sums. Its gradient p - 1 = -(sum of the others) / sum does not cancel, which
 matters in bfloat16, and is added as whole rows; its logit is a product of rows as well, no search through the block.
 
-With the vocabulary sharded (tensor parallelism), `_statistics` of the shards are what has to be combined across them:
-the maximum by pmax, the sums by psum after rescaling; dhidden by psum; a target outside of the shard matches no row.
+With the vocabulary cut over "tensor", the statistics of the parts are combined (the maximum, and the sums relative to
+it); a target outside of a part matches no row of it. With the weight's columns cut over "fsdp", blocks of rows are
+gathered where they are visited, and their gradient is summed and cut again at once.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxtrl.train.mesh import vary, varying_axes
+from jaxtrl.model.sharding import Shards, add_rows, gather, own_ids, sum_over_tensor, take_rows, vary, varying_axes
 
 MAX_CHUNK = 1024  # slots; the kept [vocabulary, chunk] buffer is the largest array of a step
 BLOCK_ENTRIES = 2**19  # of a block of logits; measured on a CPU with 1 MiB of L2 cache per core
@@ -45,12 +46,13 @@ class Score(NamedTuple):
 
 def score(
     hidden: Float[Array, "u d"],
-    weight: Float[Array, "vocab d"],
+    weight: Float[Array, "vocab part"],
     target: Int[Array, "u"],
     temperature: float = 1.0,
     cotangent: Float[Array, "u"] | None = None,
     slope: Callable[[Array], Array] | None = None,
     chunk: int = MAX_CHUNK,
+    shards: Shards = Shards(),
 ) -> Score:
     """log softmax(hidden @ weight.T / temperature)[target] and its companions; float32 whatever `hidden.dtype` is.
 
@@ -58,20 +60,20 @@ def score(
     `cotangent`, `logp` is differentiable. With it, `total` is, and only it: the gradient of `total` with respect to
     `logp` is `cotangent * slope(logp)` (`slope` defaults to 1 and is taken as constant), known before the backward
     pass, which then costs no further product; differentiating `logp` raises TypeError. `chunk` bounds how many slots
-    are computed at a time. Targets must lie in [0, vocab). Raises ValueError for a temperature or chunk that is not
+    are computed at a time. `shards`: how `weight` is cut over devices. Targets must lie in [0, vocab). Raises ValueError for a temperature or chunk that is not
     positive.
     """
     if temperature <= 0 or chunk < 1:
         raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")
-    hidden, weight, target, cotangent = vary(
-        (hidden, weight, target, cotangent), varying_axes((hidden, weight, target, cotangent))
-    )
+    axes = varying_axes((hidden, weight, target, cotangent))
+    hidden, weight = vary((hidden, weight), axes)  # so the gradient of hidden is summed over "tensor"
+    target, cotangent = vary((target, cotangent), axes - {"tensor"})
     if cotangent is None:
-        logp, entropy, hit = _score(hidden, weight, target, temperature, chunk)
+        logp, entropy, hit = _score(hidden, weight, target, temperature, chunk, shards)
         total = jnp.zeros((), jnp.float32)
     else:
         constants = lax.stop_gradient(cotangent.astype(jnp.float32))
-        total, (logp, entropy, hit) = _total(hidden, weight, target, constants, temperature, slope, chunk)
+        total, (logp, entropy, hit) = _total(hidden, weight, target, constants, temperature, slope, chunk, shards)
         logp = _undifferentiable(logp)
     return Score(logp, lax.stop_gradient(entropy), hit, total)
 
@@ -132,13 +134,20 @@ def _dot(a: Array, b: Array, i: int, j: int) -> Array:
     return lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _targets(hidden, weight, target, temperature):
+def _targets(hidden, weight, target, temperature, shards):
     """The targets' logits, and how much another order of summation may change them."""
-    products = hidden.astype(jnp.float32) * weight[target].astype(jnp.float32)
-    return products.sum(-1) / temperature, ROUNDING * jnp.abs(products).sum(-1) / temperature
+    products = hidden.astype(jnp.float32) * take_rows(weight, target, shards, jnp.float32)
+    picked, magnitude = sum_over_tensor(jnp.stack([products.sum(-1), jnp.abs(products).sum(-1)]) / temperature)
+    return picked, ROUNDING * magnitude
 
 
-def _statistics(hidden, weight, target, temperature, kept=None):
+def _rows(weight: Array, block: _Blocks, size: int, shards: Shards) -> Array:
+    """Rows of a block of the vocabulary, all their columns."""
+    rows = lax.dynamic_slice_in_dim(weight, block.start, size)
+    return gather(rows, 1) if shards.fsdp > 1 else rows
+
+
+def _statistics(hidden, weight, target, temperature, shards, kept=None):
     """Statistics of one chunk of slots.
 
     With a buffer `kept` [blocks, size, slots] it is filled with exp(logit - maximum so far), 0 for the targets, and
@@ -148,12 +157,13 @@ def _statistics(hidden, weight, target, temperature, kept=None):
     axes = varying_axes((hidden, weight, target))
     vocab, slots = weight.shape[0], hidden.shape[0]
     size = _Blocks.size(vocab, slots)
-    picked, rounding = _targets(hidden, weight, target, temperature)
+    picked, rounding = _targets(hidden, weight, target, temperature, shards)
+    target = own_ids(weight, target, shards)
     by_row = kept is not None and kept.dtype == jnp.float32  # rounded to bfloat16, rows are too coarse for an entropy
 
     def visit(carry, block):
         top, others, weighted, gradient = carry
-        rows = lax.dynamic_slice_in_dim(weight, block.start, size)
+        rows = _rows(weight, block, size, shards)
         logits = _logits(hidden, rows, temperature)
         row = block.start + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         highest = jnp.maximum(top, logits.max(0))
@@ -169,16 +179,28 @@ def _statistics(hidden, weight, target, temperature, kept=None):
             gradient = lax.dynamic_update_index_in_dim(kept, entries, block.number, 0), expected
         return (highest, others * shrink + e.sum(0), weighted, gradient), None if gradient is None else highest
 
-    zeros = vary(jnp.zeros(slots, jnp.float32), axes)
-    gradient = None if kept is None else (kept, vary(jnp.zeros(hidden.shape[::-1], jnp.float32), axes))
-    start = picked, zeros, zeros, gradient
-    (top, others, weighted, gradient), tops = lax.scan(visit, start, _Blocks.of(vocab, slots, axes))
-    if gradient is None:
-        return _Statistics(top, others, weighted, picked, rounding)
-    kept, expected = gradient
+    zeros = jnp.zeros(slots, jnp.float32)
+    gradient = None if kept is None else (kept, jnp.zeros(hidden.shape[::-1], jnp.float32))
+    start = vary((picked, zeros, zeros, gradient), axes)
+    (own_top, others, weighted, gradient), tops = lax.scan(visit, start, _Blocks.of(vocab, slots, axes))
     if by_row:
-        weighted = (hidden * expected.T).sum(-1) / temperature - top * others
-    return _Statistics(top, others, weighted, picked, rounding), kept, tops, expected
+        weighted = (hidden * gradient[1].T).sum(-1) / temperature - own_top * others
+    top, others, weighted = _combine(own_top, others, weighted, shards)
+    statistics = _Statistics(top, others, weighted, picked, rounding)
+    if gradient is None:
+        return statistics
+    kept, expected = gradient
+    return statistics, kept, tops, expected if shards.tensor == 1 else expected * jnp.exp(own_top - top)
+
+
+def _combine(top: Array, others: Array, weighted: Array, shards: Shards) -> tuple[Array, Array, Array]:
+    """The largest logit and the two sums relative to it of the whole vocabulary, from those of its parts."""
+    if shards.tensor == 1:
+        return top, others, weighted
+    highest = lax.pmax(top, "tensor")
+    below = top - highest
+    sums = jnp.stack([others, weighted + others * below]) * jnp.exp(below)
+    return (highest, *sum_over_tensor(sums))
 
 
 def _transposed(rows: Array, slots: int) -> Array:
@@ -187,9 +209,12 @@ def _transposed(rows: Array, slots: int) -> Array:
     return lax.optimization_barrier(rows.T) if jax.default_backend() == "cpu" and slots >= 768 else rows.T
 
 
-def _add_rows(dweight: Array, block: _Blocks, e: Array, scaled: Array) -> Array:
+def _add_rows(dweight: Array, block: _Blocks, e: Array, scaled: Array, shards: Shards) -> Array:
     """`dweight` plus e [size, slots] @ scaled [slots, D] at the rows of the block."""
-    part = lax.dynamic_slice_in_dim(dweight, block.start, e.shape[0]) + _dot(e, scaled, 1, 0)
+    new = _dot(e, scaled, 1, 0)
+    if shards.fsdp > 1:
+        new = lax.psum_scatter(new, "fsdp", scatter_dimension=1, tiled=True)
+    part = lax.dynamic_slice_in_dim(dweight, block.start, e.shape[0]) + new
     return lax.dynamic_update_slice_in_dim(dweight, part, block.start, 0)
 
 
@@ -221,24 +246,24 @@ def kept_entries(vocab: int, slots: int, chunk: int = MAX_CHUNK) -> int:
 # --- log-probs with a gradient that is not known before the backward pass: logits are recomputed there ---
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _score(hidden, weight, target, temperature, chunk):
-    return _score_forward(hidden, weight, target, temperature, chunk)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _score(hidden, weight, target, temperature, chunk, shards):
+    return _score_forward(hidden, weight, target, temperature, chunk, shards)[0]
 
 
-def _score_forward(hidden, weight, target, temperature, chunk):
+def _score_forward(hidden, weight, target, temperature, chunk, shards):
     cast = weight.astype(hidden.dtype)
 
     def visit(_, slots):
         hidden, target = slots
-        statistics = _statistics(hidden, cast, target, temperature)
+        statistics = _statistics(hidden, cast, target, temperature, shards)
         return None, (statistics.results(), statistics.log_sum(), statistics.remainder())
 
     _, (results, log_sum, remainder) = _by_chunk(visit, None, (hidden, target), chunk)
     return results, (hidden, weight, target, log_sum, remainder)
 
 
-def _score_backward(temperature, chunk, saved, cotangents):
+def _score_backward(temperature, chunk, shards, saved, cotangents):
     hidden, weight, target, log_sum, remainder = saved
     cast = weight.astype(hidden.dtype)
     axes = varying_axes((saved, cotangents))
@@ -247,15 +272,16 @@ def _score_backward(temperature, chunk, saved, cotangents):
         hidden, target, log_sum, remainder, cotangent = slots
         scaled = (hidden * cotangent[:, None]).astype(hidden.dtype)
         size = _Blocks.size(cast.shape[0], hidden.shape[0])
+        target = own_ids(cast, target, shards)
 
         def visit_block(carry, block):
             dhidden, dweight = carry
-            rows = lax.dynamic_slice_in_dim(cast, block.start, size)
+            rows = _rows(cast, block, size, shards)
             row = block.start + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
             e = jnp.where(row == target, remainder, jnp.exp(_logits(hidden, rows, temperature) - log_sum))
             e = jnp.where(row < block.fresh, 0.0, e).astype(hidden.dtype)
             dhidden = dhidden + _dot(_transposed(rows, e.shape[1]), e, 1, 0)
-            return (dhidden, _add_rows(dweight, block, e, scaled)), None
+            return (dhidden, _add_rows(dweight, block, e, scaled, shards)), None
 
         start = vary(jnp.zeros(hidden.shape[::-1], jnp.float32), axes)
         blocks = _Blocks.of(cast.shape[0], hidden.shape[0], axes)
@@ -274,9 +300,9 @@ _score.defvjp(_score_forward, _score_backward)
 # --- a weighted sum of log-probs: its gradient is formed in the same pass ---
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _total(hidden, weight, target, cotangent, temperature, slope, chunk):
-    results = _score_forward(hidden, weight, target, temperature, chunk)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _total(hidden, weight, target, cotangent, temperature, slope, chunk, shards):
+    results = _score_forward(hidden, weight, target, temperature, chunk, shards)[0]
     return _weighted_sum(results[0], _sloped(cotangent, slope, results[0])), results
 
 
@@ -288,14 +314,14 @@ def _weighted_sum(logp, cotangent):
     return jnp.where(cotangent != 0, cotangent * logp, 0.0).sum()
 
 
-def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk):
+def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk, shards):
     cast = weight.astype(hidden.dtype)
     axes = varying_axes((hidden, weight, target, cotangent))
 
     def visit(carry, slots):
         hidden, target, cotangent = slots
         dweight, kept = carry
-        statistics, kept, tops, expected = _statistics(hidden, cast, target, temperature, kept)
+        statistics, kept, tops, expected = _statistics(hidden, cast, target, temperature, shards, kept)
         results, log_sum = statistics.results(), statistics.log_sum()
         cotangent = _sloped(cotangent, slope, results[0])
         scaled = cotangent / temperature
@@ -304,13 +330,13 @@ def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk)
             block, top = xs
             factor = scaled * jnp.exp(top - log_sum)
             e = lax.dynamic_index_in_dim(kept, block.number, 0, keepdims=False)
-            return _add_rows(dweight, block, e, (hidden * -factor[:, None]).astype(hidden.dtype)), None
+            return _add_rows(dweight, block, e, (hidden * -factor[:, None]).astype(hidden.dtype), shards), None
 
         blocks = _Blocks.of(cast.shape[0], hidden.shape[0], axes)
         dweight, _ = lax.scan(visit_block, dweight, (blocks, tops))
         onto_target = -scaled * statistics.remainder()
         dhidden = expected.T * (-scaled * jnp.exp(statistics.top - log_sum))[:, None]
-        dhidden = dhidden + onto_target[:, None] * weight[target]
+        dhidden = dhidden + onto_target[:, None] * take_rows(weight, target, shards, weight.dtype)
         return (dweight, kept), (results, cotangent, onto_target, dhidden.astype(hidden.dtype))
 
     slots = _chunk_size(hidden.shape[0], chunk)
@@ -319,12 +345,12 @@ def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk)
     (dweight, _), (results, cotangent, onto_target, dhidden) = _by_chunk(
         visit, vary((jnp.zeros(weight.shape, jnp.float32), buffer), axes), (hidden, target, cotangent), chunk
     )
-    dweight = dweight.at[target].add(onto_target[:, None] * hidden)
+    dweight = add_rows(dweight, target, onto_target[:, None] * hidden, shards)
     total = _weighted_sum(results[0], cotangent)
     return (total, results), (dhidden, dweight.astype(weight.dtype))
 
 
-def _total_backward(temperature, slope, chunk, saved, cotangents):
+def _total_backward(temperature, slope, chunk, shards, saved, cotangents):
     dhidden, dweight = saved
     return (dhidden * cotangents[0]).astype(dhidden.dtype), (dweight * cotangents[0]).astype(dweight.dtype), None, None
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxtrl.train.mesh import vary, varying_axes
+from jaxtrl.model.sharding import vary, varying_axes
 
 CHUNK = 256  # slots or terms compared with all terms at a time
 
