@@ -20,6 +20,10 @@ from jaxtyping import Array, Float, Int
 from jaxtrl.model.config import Qwen3Config
 
 SUMMED = ("o_proj", "down_proj")  # their inputs are spread over "tensor", so that their outputs have to be added up
+CUT_SIZES = {
+    "fsdp": ("hidden_size",),
+    "tensor": ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size"),
+}
 TABLES = ("embed_tokens", "lm_head")
 
 
@@ -37,9 +41,7 @@ class Shards(NamedTuple):
 
     def check(self, config: Qwen3Config) -> None:
         """Raises ValueError where a model of `config` cannot be cut so."""
-        cuts = {"fsdp": ("hidden_size",)}
-        cuts["tensor"] = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
-        for axis, names in cuts.items():
+        for axis, names in CUT_SIZES.items():
             parts = getattr(self, axis)
             for name in names:
                 if getattr(config, name) % parts:
@@ -53,8 +55,10 @@ def param_specs(params: Any, shards: Shards) -> Any:
     """The `PartitionSpec` of each parameter (a nested dict, whole or not), by the names in its path."""
 
     def spec(path, leaf):
-        names = [axis if axis and getattr(shards, axis) > 1 else None for axis in _cuts(path)]
-        names = [None] * (leaf.ndim - len(names)) + names
+        cuts = _cuts(path)
+        names = [
+            axis if axis and getattr(shards, axis) > 1 else None for axis in (None,) * (leaf.ndim - len(cuts)) + cuts
+        ]
         return PartitionSpec(*names) if any(names) else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, params)
@@ -108,7 +112,7 @@ def own_ids(table: Float[Array, "vocab d"], ids: Int[Array, "n"], shards: Shards
 def take_rows(
     table: Float[Array, "vocab d"], ids: Int[Array, "n"], shards: Shards, dtype: DTypeLike
 ) -> Float[Array, "n hidden"]:
-    """table[ids] in `dtype` from a table that is cut: whole rows, zero for those in the parts of other "tensor" devices.
+    """table[ids] in `dtype` from a table that is cut: whole rows, zero for those that other "tensor" devices have.
 
     Each device looks up its columns for the ids of all "fsdp" devices, and they exchange them: no device ever holds
     the table. `ids` must be in the vocabulary.

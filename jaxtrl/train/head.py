@@ -60,8 +60,8 @@ def score(
     `cotangent`, `logp` is differentiable. With it, `total` is, and only it: the gradient of `total` with respect to
     `logp` is `cotangent * slope(logp)` (`slope` defaults to 1 and is taken as constant), known before the backward
     pass, which then costs no further product; differentiating `logp` raises TypeError. `chunk` bounds how many slots
-    are computed at a time. `shards`: how `weight` is cut over devices. Targets must lie in [0, vocab). Raises ValueError for a temperature or chunk that is not
-    positive.
+    are computed at a time. `shards`: how `weight` is cut over devices. Targets must lie in [0, vocab). Raises
+    ValueError for a temperature or chunk that is not positive.
     """
     if temperature <= 0 or chunk < 1:
         raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")

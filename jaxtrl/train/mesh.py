@@ -28,7 +28,9 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     devices, parts = jax.devices(), fsdp * tensor
     if data is None:
         if len(devices) % parts:
-            raise ValueError(f"mesh axes fsdp={fsdp} and tensor={tensor} do not divide {len(devices)} devices: set data")
+            raise ValueError(
+                f"mesh axes fsdp={fsdp} and tensor={tensor} do not divide {len(devices)} devices: set data"
+            )
         data = len(devices) // parts
     if (count := data * parts) > len(devices):
         sizes = f"data={data}, fsdp={fsdp}, tensor={tensor}"

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from jaxtrl.model.qwen3 import Qwen3, model_params
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import Qwen3, abstract_params, model_params
+from jaxtrl.train.mesh import param_shardings, replicated
 
 
 class TrainState(NamedTuple):
@@ -41,20 +43,36 @@ class TrainState(NamedTuple):
 
 
 def opt_state_shardings(params: Any, optimizer: optax.GradientTransformation) -> Any:
-    """A pytree of shardings for `optimizer.init(params)`, from those of the concrete arrays `params`."""
+    """A pytree of shardings for `optimizer.init(params)`, from those of the arrays `params` (abstract ones too).
+
+    What is of a parameter but has another shape (a row of second moments in Adafactor) is on every device.
+    """
     state = jax.eval_shape(optimizer.init, params)
     rest = everywhere(jax.tree.leaves(params)[0])
     return optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, param: param.sharding,
+        lambda leaf, param: param.sharding if leaf.shape == param.shape else rest,
         state,
         params,
         transform_non_params=lambda _: rest,
     )
 
 
-def everywhere(leaf: Array) -> jax.sharding.Sharding:
-    """The sharding of a small array that every device of `leaf` has."""
+def state_shardings(
+    config: Qwen3Config, optimizer: optax.GradientTransformation, mesh: Mesh | None
+) -> TrainState | None:
+    """The sharding of each array of a `TrainState` of a model of `config`; None without a mesh."""
+    if mesh is None:
+        return None
+    shapes = abstract_params(config)
+    shardings = param_shardings(shapes, mesh)
+    params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    whole = replicated(mesh)
+    return TrainState(whole, shardings, opt_state_shardings(params, optimizer))  # type: ignore[arg-type]
+
+
+def everywhere(leaf: Any) -> jax.sharding.Sharding:
+    """The sharding of a small array that every device of the array `leaf` (an abstract one too) has."""
     if isinstance(leaf.sharding, NamedSharding):
         return NamedSharding(leaf.sharding.mesh, PartitionSpec())
     return leaf.sharding

@@ -18,13 +18,14 @@ from jaxtyping import Array, Bool, Float
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import model_graphdef
+from jaxtrl.model.sharding import Shards, param_specs, vary, varying_axes
 from jaxtrl.rows.batch import RowBatch
 from jaxtrl.rows.blocks import CountedTables
 from jaxtrl.train.head import Score, score
 from jaxtrl.train.losses import sum_by_slot, supervised_loss
-from jaxtrl.train.mesh import REPLICATED, ROWS, replicated, row_count, vary, varying_axes
+from jaxtrl.train.mesh import REPLICATED, ROWS, replicated, row_count, shards_of
 from jaxtrl.train.optimizer import SkippingOptimizer, global_norm
-from jaxtrl.train.state import TrainState
+from jaxtrl.train.state import TrainState, state_shardings
 
 Metrics = dict[str, Array]
 
@@ -99,10 +100,11 @@ def make_sft_step(
     and must not be read again.
     """
     gradients = _make_gradients(config, loss_type, dtype, remat, unroll)
-    return make_train_step(gradients, Sums, _metrics, optimizer, mesh, donate)
+    return make_train_step(config, gradients, Sums, _metrics, optimizer, mesh, donate)
 
 
 def make_train_step(
+    config: Qwen3Config,
     gradients: Callable[[Any, RowBatch], Accumulated],
     sums: Any,
     metrics: Callable[[Any], Metrics],
@@ -113,9 +115,12 @@ def make_train_step(
     """The step that adds up what `gradients(params, batch of one row)` gives over devices and batches, then applies it.
 
     `sums` is a named tuple of float32 scalars, `loss` and `denominator` among them; `metrics(sums)` are reported beside
-    loss, grad_norm and skipped.
+    loss, grad_norm and skipped. Raises ValueError where the mesh cannot cut a model of `config`.
     """
-    gradients = sharded(gradients, mesh)
+    shards_of(mesh).check(config)
+    gradients = sharded(gradients, mesh, "gradients")
+    whole, state = replicated(mesh), state_shardings(config, optimizer, mesh)
+    accumulated = None if state is None else Accumulated(state.params, whole)
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -130,10 +135,13 @@ def make_train_step(
     def fused(state: TrainState, batch: RowBatch) -> tuple[TrainState, Metrics]:
         return _apply(optimizer, state, gradients(state.params, batch), metrics)
 
-    def jit(function, *donated):
-        return jax.jit(function, donate_argnums=donated if donate else (), out_shardings=replicated(mesh))
+    def jit(function, out, *donated):
+        return jax.jit(function, donate_argnums=donated if donate else (), out_shardings=out)
 
-    return TrainStep(jit(init), jit(accumulate, 1), jit(apply, 0), jit(fused, 0))
+    stepped = None if mesh is None else (state, whole)
+    return TrainStep(
+        jit(init, accumulated), jit(accumulate, accumulated, 1), jit(apply, stepped, 0), jit(fused, stepped, 0)
+    )
 
 
 def make_eval_step(
@@ -148,6 +156,7 @@ def make_eval_step(
 
     Keys: loss_sum (weighted), denominator, entropy_sum, hit_sum, num_terms. Add those of several batches, then divide.
     """
+    shards_of(mesh).check(config)
     loss = supervised_loss(loss_type)
 
     def evaluate(params: Any, batch: RowBatch) -> Sums:
@@ -173,6 +182,7 @@ def make_score_step(
 ) -> Any:
     """jitted score(params, batch) -> (logp [D, T], entropy [D, T]) of each term, float32; with `hits` a third bool
     array: is the target the most likely token. Entries of unused terms (weight 0) mean nothing."""
+    shards_of(mesh).check(config)
 
     def terms(params: Any, batch: RowBatch) -> tuple[Array, ...]:
         row = own_row(batch)
@@ -180,7 +190,7 @@ def make_score_step(
         columns = (scored.logp, scored.entropy, *([scored.hit] if hits else []))
         return tuple(column[row.term_slot][None] for column in columns)
 
-    return jax.jit(sharded(terms, mesh, reduce=False))
+    return jax.jit(sharded(terms, mesh, "rows"))
 
 
 def _make_gradients(config, loss_type, dtype, remat, unroll):
@@ -215,13 +225,20 @@ def slot_weights(row: Any) -> tuple[Float[Array, "u"], Float[Array, "u"], Bool[A
 
 def score_row(config, params, row, used, dtype, remat, unroll, temperature=1.0, cotangent=None, slope=None) -> Score:
     """Scores of the row's slots. Those not `used` get a zero hidden state, so that nothing comes back from them."""
-    model = nnx.merge(model_graphdef(config), params)
+    model, shards = nnx.merge(model_graphdef(config), params), Shards.of(config, params)
     hidden = model(
-        row.input_ids, row.position_ids, row.visible_until, row.tables, dtype=dtype, remat=remat, unroll=unroll
+        row.input_ids,
+        row.position_ids,
+        row.visible_until,
+        row.tables,
+        dtype=dtype,
+        remat=remat,
+        unroll=unroll,
+        shards=shards,
     )[row.slot_index]
     if used is not None:
         hidden = jnp.where(used[:, None], hidden, 0)
-    return score(hidden, model.head_weight(), row.slot_target, temperature, cotangent, slope)
+    return score(hidden, model.head_weight(), row.slot_target, temperature, cotangent, slope, shards=shards)
 
 
 def _sums(loss: Array, row: Any, counts: Array, scored: Score) -> Sums:
@@ -254,8 +271,12 @@ def _apply(optimizer, state: TrainState, acc: Accumulated, metrics_of) -> tuple[
     return TrainState(state.step + finite.astype(jnp.int32), params, opt_state), metrics
 
 
-def sharded(function: Callable, mesh: Mesh | None, reduce: bool = True) -> Callable:
-    """`function(params, batch)` on each device's row; results are summed over devices or, without `reduce`, stacked."""
+def sharded(function: Callable, mesh: Mesh | None, result: str = "sums") -> Callable:
+    """`function(params, batch)` on each device's row and part of the parameters.
+
+    `result` says what it returns: "sums" are added up over the rows, "rows" are stacked, and of "gradients" (an
+    `Accumulated`) those of cut parameters stay as these are cut.
+    """
     devices = row_count(mesh)
 
     def run(params, batch):
@@ -263,14 +284,29 @@ def sharded(function: Callable, mesh: Mesh | None, reduce: bool = True) -> Calla
             raise ValueError(f"the batch has {rows} rows for {devices} data-parallel devices: give one row per device")
         if mesh is None:
             return function(params, batch)
-        out = REPLICATED if reduce else ROWS
-        return jax.shard_map(on_device, mesh=mesh, in_specs=(REPLICATED, ROWS), out_specs=out)(params, batch)
+        specs = param_specs(params, shards_of(mesh))
+        out = {"sums": REPLICATED, "rows": ROWS, "gradients": Accumulated(specs, REPLICATED)}[result]
+        return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS), out_specs=out)(params, batch)
 
     def on_device(params, batch):
         axes = varying_axes(batch)
         # Cast once, here: where a replicated weight meets a device's tokens JAX would sum its gradient on the spot,
         # in every step of the layer loop. This way there is one sum of everything at the end.
-        result = function(vary(params, axes), batch)
-        return lax.psum(result, tuple(sorted(axes))) if reduce else result
+        out = function(vary(params, axes), batch)
+        if result == "rows":
+            return out
+        return lax.psum(out, tuple(sorted(axes))) if result == "sums" else _sum_gradients(out, params, axes)
 
     return run
+
+
+def _sum_gradients(out: Accumulated, params: Any, axes: frozenset[str]) -> Accumulated:
+    """Sums over the rows. Gathering cut parameters has a gradient that is already added up over "fsdp"."""
+    cut = ["fsdp" in varying_axes(param) for param in jax.tree.leaves(params)]
+    leaves, structure = jax.tree.flatten(out.gradients)
+    rest = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if not is_cut]
+    rest, sums = lax.psum((rest, out.sums), tuple(sorted(axes)))
+    parts = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut]
+    parts = lax.psum(parts, tuple(sorted(axes - {"fsdp"}))) if parts else []
+    both = iter(parts), iter(rest)
+    return Accumulated(structure.unflatten([next(both[not is_cut]) for is_cut in cut]), sums)

@@ -11,6 +11,7 @@ from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.train.compiled import Job, Programs
+from jaxtrl.train.mesh import param_shardings
 from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
 from jaxtrl.trainers.data import MicroBatch
 from jaxtrl.trainers.sft_config import SFTConfig
@@ -44,7 +45,8 @@ class SFTSteps(TrainSteps):
         self, shapes: Iterable[ShapeClass], scored: bool, block_size: int = DEFAULT_BLOCK_SIZE
     ) -> Iterator[Job]:
         """The programs of evaluation on batches of these classes; `scored`: with those of `score`."""
-        params = self._abstract(abstract_params(self.config))
+        params = abstract_params(self.config)
+        params = self._abstract(params, param_shardings(params, self.mesh))
         for shape in shapes:
             batch = self._abstract_batch(shape, block_size)
             yield Job("eval", shape, self._eval, (params, batch))

@@ -15,10 +15,10 @@ from jaxtrl.rows.batch import ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.train.compiled import Job, Programs
 from jaxtrl.train.flops import train_flops
-from jaxtrl.train.mesh import replicated, row_count, row_sharding
+from jaxtrl.train.mesh import param_shardings, replicated, row_count, row_sharding, shards_of
 from jaxtrl.train.optimizer import make_optimizer, make_schedule
-from jaxtrl.train.state import TrainState
-from jaxtrl.train.step import skip_lanes
+from jaxtrl.train.state import TrainState, state_shardings
+from jaxtrl.train.step import Accumulated, skip_lanes
 from jaxtrl.trainers.config import TrainConfig
 from jaxtrl.trainers.data import MicroBatch
 
@@ -39,14 +39,16 @@ class TrainSteps:
         self.dtype = jnp.dtype(args.compute_dtype())
         self.fuses = args.gradient_accumulation_steps == 1
         self.remat = "full" if args.gradient_checkpointing else "matmuls"
-        self.unroll = config.num_hidden_layers if args.compile_effort == "high" else 1
+        # Unrolled, XLA gathers the cut parameters of all layers at the start: each device would hold a whole model.
+        unrolled = args.compile_effort == "high" and shards_of(mesh).fsdp == 1
+        self.unroll = config.num_hidden_layers if unrolled else 1
         self.step_options: dict[str, Any] = {
             "dtype": self.dtype,
             "remat": self.remat,
             "unroll": self.unroll,
             "donate": args.donate_buffers,
         }
-        self._sharding = replicated(mesh) or SingleDeviceSharding(jax.devices()[0])
+        self._single = SingleDeviceSharding(jax.devices()[0])  # where there is no mesh
 
     def create_state(self, params: Any) -> TrainState:
         """Step 0 with these parameters, on the devices of the mesh."""
@@ -55,14 +57,15 @@ class TrainSteps:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore one into."""
         params = abstract_params(self.config)
-        return self._abstract(jax.eval_shape(lambda p: TrainState.create(p, self.optimizer), params))
+        state = jax.eval_shape(lambda p: TrainState.create(p, self.optimizer), params)
+        return self._abstract(state, state_shardings(self.config, self.optimizer, self.mesh))
 
     def place(self, params: Any) -> Any:
         """The parameters on the devices of the mesh (no copy where they already are).
 
         Always with an explicit sharding, as restored ones have: else a resumed run would have programs of its own.
         """
-        return jax.device_put(params, self._sharding)
+        return jax.device_put(params, param_shardings(params, self.mesh) or self._single)
 
     def train(self, state: TrainState, micro_batches: list[MicroBatch]) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer step; `state` is donated. Metrics are device scalars that may still be in the making."""
@@ -83,7 +86,7 @@ class TrainSteps:
     def peak_flops(self) -> float | None:
         """FLOP/s of all devices together, or None where it is not known."""
         peak = peak_flops(jax.devices()[0], str(self.dtype))
-        return None if peak is None else peak * row_count(self.mesh)
+        return None if peak is None else peak * (1 if self.mesh is None else self.mesh.size)
 
     def train_jobs(self, shapes: Iterable[ShapeClass], block_size: int = DEFAULT_BLOCK_SIZE) -> Iterator[Job]:
         """The programs of optimizer steps on micro-batches of these classes, attention in blocks of `block_size`."""
@@ -92,15 +95,19 @@ class TrainSteps:
             for shape in shapes:
                 yield Job("train", shape, self._step.fused, (state, self._abstract_batch(shape, block_size)))
             return
-        sums = self._abstract(jax.eval_shape(self._step.init, state.params))
+        sums = jax.eval_shape(self._step.init, state.params)
+        whole = jax.tree.map(lambda _: replicated(self.mesh), sums.sums)
+        sums = self._abstract(sums, self.mesh and Accumulated(param_shardings(state.params, self.mesh), whole))
         yield Job("zeros", (), self._step.init, (state.params,))
         for shape in shapes:
             batch = self._abstract_batch(shape, block_size)
             yield Job("accumulate", shape, self._step.accumulate, (state.params, sums, batch))
         yield Job("update", (), self._step.apply, (state, sums))
 
-    def _abstract(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree)
+    def _abstract(self, tree: Any, shardings: Any) -> Any:
+        if shardings is None:
+            shardings = jax.tree.map(lambda _: self._single, tree)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
     def _abstract_batch(self, shape: ShapeClass, block_size: int) -> Any:
         rows = [concat_rows([])] * row_count(self.mesh)
