@@ -309,4 +309,4 @@ def _sum_gradients(out: Accumulated, params: Any, axes: frozenset[str]) -> Accum
     parts = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut]
     parts = lax.psum(parts, tuple(sorted(axes - {"fsdp"}))) if parts else []
     both = iter(parts), iter(rest)
-    return Accumulated(structure.unflatten([next(both[not is_cut]) for is_cut in cut]), sums)
+    return Accumulated(jax.tree.unflatten(structure, [next(both[not is_cut]) for is_cut in cut]), sums)
