@@ -101,7 +101,7 @@ def make_grpo_step(
         (loss, (entropy, terms)), grads = jax.value_and_grad(total, has_aux=True)(params)
         return Accumulated(grads, _sums(loss, row, jnp.where(used, counts * entropy, 0.0).sum(), terms))
 
-    return make_train_step(gradients, PolicySums, lambda sums: _metrics(policy, sums), optimizer, mesh, donate)
+    return make_train_step(config, gradients, PolicySums, lambda sums: _metrics(policy, sums), optimizer, mesh, donate)
 
 
 def _sum_used(row: Any, values: Array) -> Array:
