@@ -10,9 +10,10 @@ import numpy as np
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params, init_params
 from jaxtrl.rollout.engine import Engine
-from jaxtrl.rows.batch import Sample, concat_rows, make_batch
+from jaxtrl.rows.batch import TERM_COLUMNS, Sample, concat_rows, make_batch
 from jaxtrl.rows.blocks import BlockTables, CountedTables
 from jaxtrl.rows.ladder import ShapeSet
+from jaxtrl.train.grpo import make_grpo_step
 from jaxtrl.train.optimizer import make_optimizer
 from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
@@ -49,7 +50,25 @@ def all_programs() -> list[tuple[str, Any, tuple]]:
         ]
     found.append(("eval", make_eval_step(CONFIG), (params, batch)))
     found.append(("score", make_score_step(CONFIG), (params, batch)))
-    return found + generation_programs()
+    return found + grpo_programs(params, state, batch, optimizer) + generation_programs()
+
+
+def grpo_programs(params: Any, state: Any, batch: Any, optimizer: Any) -> list[tuple[str, Any, tuple]]:
+    """The same for GRPO: what the options add to a program, in as few of them as show it."""
+    batch = batch._replace(**dict.fromkeys(TERM_COLUMNS, batch.weight))
+    sequence = {"importance_sampling_level": "sequence", "importance_sampling_mode": "sequence_truncate"}
+    options: dict[str, dict[str, Any]] = {
+        "clipped token": {},
+        "cispo token": {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_mode": "token_mask"},
+        "clipped sequence": {**sequence, "delta": 2.0, "beta": 0.1, "temperature": 0.7},
+    }
+    found = []
+    for (name, chosen), dtype in product(options.items(), ("float32", "bfloat16")):
+        step = make_grpo_step(CONFIG, optimizer, dtype=jnp.dtype(dtype), **chosen)
+        sums = jax.eval_shape(step.init, params)
+        found.append((f"grpo {name} {dtype} fused", step.fused, (state, batch)))
+        found.append((f"grpo {name} {dtype} apply", step.apply, (state, sums)))
+    return found
 
 
 def generation_programs() -> list[tuple[str, Any, tuple]]:
