@@ -50,7 +50,7 @@ class Pacing:
         if self.queue_groups is not None and self.queue_groups < self.groups_per_step:
             raise ValueError(
                 f"the queue holds {self.queue_groups} groups, but a step takes {self.groups_per_step}: raise "
-                f"queue_maxsize"
+                "queue_maxsize, which counts completions"
             )
 
     def limit(self, version: int, dropped: int = 0, taken: int | None = None) -> int:

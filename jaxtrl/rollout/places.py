@@ -30,7 +30,7 @@ def worker_places(platform: str, workers: int, cores: str | None = None) -> list
                 f"rollout workers on {platform} need devices of their own: say which with rollout_cores (like 1-3) and "
                 "keep the trainer off them, or use rollout=inline"
             )
-        return [Place()] * workers
+        return [Place({"JAX_PLATFORMS": "cpu"})] * workers
     numbers = parse_cores(cores)
     if len(numbers) < workers or len(numbers) % workers:
         raise ValueError(f"rollout_cores {cores!r} are {len(numbers)}, which {workers} workers cannot share evenly")
@@ -38,7 +38,7 @@ def worker_places(platform: str, workers: int, cores: str | None = None) -> list
     shares = [numbers[i * each : (i + 1) * each] for i in range(workers)]
     variable = _VARIABLES.get(platform)
     if variable is None:
-        return [Place(cpus=frozenset(share)) for share in shares]
+        return [Place({"JAX_PLATFORMS": "cpu"}, frozenset(share)) for share in shares]
     places = [{variable: ",".join(map(str, share))} for share in shares]
     if platform == "neuron":
         places = [place | {"NEURON_RT_NUM_CORES": str(each), "JAX_PLATFORMS": "neuron,cpu"} for place in places]

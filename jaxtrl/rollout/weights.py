@@ -1,12 +1,14 @@
 """Published weights: one safetensors file per version in a folder, complete or absent, which other processes map."""
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import ml_dtypes
@@ -16,6 +18,7 @@ from jaxtrl.model.tensor_files import SINGLE_FILE, StoredTensor, TensorSpec, rea
 
 SHARED_MEMORY = Path("/dev/shm")
 VERSIONS_AT_ONCE = 3  # the one that is read, the one that is announced, the one that is written
+PREFIX, LOCK = "jaxtrl-weights-", "lock"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -34,16 +37,19 @@ class WeightsFolder:
         if folder is None:
             folder = _roomy(nbytes)
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="jaxtrl-weights-", dir=folder))
-        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # at exit at the latest
+        _remove_abandoned(folder)
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+        self._lock = _locked(self.folder)
+        self.close = weakref.finalize(self, _remove, self.folder, self._lock)  # at exit at the latest
 
     def write(self, params: Any, version: int) -> Path:
         """Writes the parameters (nested dict of arrays) of this version; the returned path exists once they are whole.
 
         Raises OSError naming folder and bytes where the disk is full; what was written of them is then removed.
         """
-        arrays = [(name, _host(leaf, self.dtype)) for name, leaf in flatten(params)]
-        specs = [TensorSpec(name, array.shape, array.dtype) for name, array in arrays]
+        leaves = flatten(params)
+        specs = [TensorSpec(name, tuple(leaf.shape), self.dtype) for name, leaf in leaves]
+        arrays = ((name, np.asarray(leaf).astype(self.dtype, copy=False)) for name, leaf in leaves)
         path = self._path(version)
         path.mkdir(exist_ok=True)
         nbytes = sum(spec.nbytes for spec in specs)
@@ -105,8 +111,25 @@ def _roomy(nbytes: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _host(leaf: Any, dtype: np.dtype) -> np.ndarray:
-    return np.asarray(leaf).astype(dtype, copy=False)
+def _locked(folder: Path) -> IO[bytes]:
+    """The file `lock` of the folder, locked until this process ends. It appears when it is locked already."""
+    file = open(folder / "locking", "wb")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.replace(folder / "locking", folder / LOCK)
+    return file
+
+
+def _remove(folder: Path, lock: IO[bytes]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes folders of trainers that were killed together with their workers, so that nobody tidied up."""
+    for path in folder.glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _mapped(tensor: StoredTensor) -> np.ndarray:

@@ -109,8 +109,9 @@ def _work(setup: "RolloutSetup", number: int, inbox: "_Inbox", outbox: "_Outbox"
         if producer is not None:
             while status.waiting:
                 producer.put(status.waiting.pop(0))
-            for finished in producer.advance(IDLE_SECONDS):
-                outbox.put(finished)
+            finished = producer.advance(IDLE_SECONDS)
+            for one in [Beat(0.0, status.counters()), *finished] if finished else ():
+                outbox.put(one)
 
 
 class _Status:
@@ -120,14 +121,20 @@ class _Status:
         self.number = number
         self.producer: GroupProducer | None = None
         self.waiting: list[Any] = []
-        self.looked = time.monotonic()  # when the loop last began
+        self.rounds = 0  # of the loop
         self.is_waiting = False  # for messages
+        self._stuck, self._rounds = 0.0, 0
 
-    def beat(self) -> Beat:
+    def beat(self, seconds: float | int) -> Beat:
+        """`seconds` after the last one. Adding these up leaves out the time for which the whole process was stopped."""
         producer = self.producer
         compiling = producer is None or producer.sampler.engine.programs.compiling
-        stuck = 0.0 if self.is_waiting or compiling else time.monotonic() - self.looked
-        return Beat(stuck, {} if producer is None else dict(producer.counters))
+        goes_on = self.is_waiting or compiling or self.rounds != self._rounds
+        self._stuck, self._rounds = 0.0 if goes_on else self._stuck + seconds, self.rounds
+        return Beat(self._stuck, self.counters())
+
+    def counters(self) -> dict[str, float]:
+        return {} if self.producer is None else dict(self.producer.counters)
 
 
 class _Inbox:
@@ -146,7 +153,7 @@ class _Inbox:
         status.is_waiting = wait
         if wait:
             out.append(self._messages.get())
-        status.looked, status.is_waiting = time.monotonic(), False
+        status.rounds, status.is_waiting = status.rounds + 1, False
         with suppress(queue.Empty):
             while True:
                 out.append(self._messages.get_nowait())
@@ -198,7 +205,7 @@ class _Outbox:
             while True:
                 now = time.monotonic()
                 if now - sent >= self._seconds:
-                    self._channel.send(self._status.beat())
+                    self._channel.send(self._status.beat(self._seconds))
                     sent = now
                 with suppress(queue.Empty):
                     message = self._messages.get(timeout=self._seconds)

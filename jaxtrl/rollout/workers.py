@@ -45,7 +45,7 @@ class Worker:
         self.is_gone = False
         self.loaded = -1
         self.counters: dict[str, float] = {}
-        self._heard, self._stuck, self._has_beaten = time.monotonic(), 0.0, False
+        self._silent, self._stuck, self._has_beaten, self._tick = 0.0, 0.0, False, beat_seconds / 2
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=work, name=f"{self.process.name}-{work.__name__}", daemon=True)
@@ -63,10 +63,10 @@ class Worker:
             self.failure = self._describe_death()
         if self.failure is not None:
             raise RolloutError(self.failure)
-        silent = time.monotonic() - self._heard
         allowed = stale_after if self._has_beaten else max(stale_after, START_SECONDS)
-        if silent > allowed or self._stuck > stale_after:
-            what = f"has been silent for {silent:.0f} s" if silent > allowed else f"is stuck for {self._stuck:.0f} s"
+        if self._silent > allowed or self._stuck > stale_after:
+            is_silent = self._silent > allowed
+            what = f"has been silent for {self._silent:.0f} s" if is_silent else f"is stuck for {self._stuck:.0f} s"
             raise RolloutError(
                 f"rollout worker {self.number} (process {self.process.pid}) {what}, longer than "
                 f"heartbeat_stale_after_s={stale_after:g}: see what it does (py-spy dump), or raise the limit"
@@ -94,10 +94,12 @@ class Worker:
         message: Any = ()
         while message is not None:
             try:
+                while not self._channel.poll(self._tick):
+                    self._silent += self._tick  # not by the clock: trainer and worker may have been stopped together
                 message = self._channel.recv()
             except (EOFError, OSError):
                 message = None
-            self._heard = time.monotonic()
+            self._silent = 0.0
             if isinstance(message, Beat):
                 self._stuck, self.counters, self._has_beaten = message.stuck, message.counters, True
             elif isinstance(message, Failed):

@@ -63,7 +63,8 @@ def test_old_versions_are_removed_and_mapped_ones_stay_readable(params, tmp_path
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
 def test_a_truncated_file_is_named(params, tmp_path, keep):
-    path = WeightsFolder(0, tmp_path).write(params, 3)
+    folder = WeightsFolder(0, tmp_path)
+    path = folder.write(params, 3)
     content = path.read_bytes()
     path.write_bytes(content[:keep])
     with pytest.raises(ValueError, match=f"{re.escape(str(path))} is (truncated|corrupt)"):
@@ -81,7 +82,7 @@ def test_a_full_disk_names_folder_and_bytes_and_leaves_no_part(params, tmp_path,
     sentence = f"weights of version 2 need {params_nbytes(params):,} bytes in {folder.folder}, which is full"
     with pytest.raises(OSError, match=re.escape(sentence)):
         folder.write(params, 2)
-    assert [path.name for path in folder.folder.iterdir()] == ["000000000001"]
+    assert sorted(path.name for path in folder.folder.iterdir()) == ["000000000001", "lock"]
 
 
 def test_a_full_device_is_that_error_too(params, tmp_path):
@@ -102,3 +103,10 @@ def test_shared_memory_is_used_where_it_has_room(tmp_path, monkeypatch):
     assert large.folder.parent != tmp_path
     small.close()
     large.close()
+
+
+def test_folders_of_killed_trainers_are_removed_and_those_in_use_are_not(tmp_path):
+    used, abandoned = WeightsFolder(0, tmp_path), WeightsFolder(0, tmp_path)
+    abandoned._lock.close()  # as the system does when a process is killed
+    new = WeightsFolder(0, tmp_path)
+    assert set(tmp_path.iterdir()) == {used.folder, new.folder}

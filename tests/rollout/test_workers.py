@@ -76,6 +76,20 @@ def wait_until(condition, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
+def test_resuming_samples_unfinished_groups_only(make):
+    rollout = make(total=8)
+    rollout.start(params_of(1), 1, 2, ())
+    wait_until(lambda: numbers(rollout.finished()) == [2, 3, 4, 5])
+    kept = [group for group in rollout.finished() if group.number != 3]
+    rollout.close()
+    again = make(total=8)
+    again.start(params_of(1), 1, 2, kept)
+    groups = again.take(4)
+    assert numbers(groups) == [2, 3, 4, 5]
+    assert groups[0] is kept[0]
+    assert again.metrics()["rollout/sampled_tokens"] <= 2 * 3 * 6  # group 3; a heartbeat may not have told it yet
+
+
 def test_two_workers_give_every_group_once_in_order_within_the_bound(make):
     """Six updates with new weights, one group dropped by a filter, an evaluation between."""
     rollout = make(workers=2)
@@ -117,20 +131,6 @@ def test_two_workers_give_every_group_once_in_order_within_the_bound(make):
     assert rollout.finished() == []
 
 
-def test_resuming_samples_unfinished_groups_only(make):
-    rollout = make(total=8)
-    rollout.start(params_of(1), 1, 2, ())
-    wait_until(lambda: numbers(rollout.finished()) == [2, 3, 4, 5])
-    kept = [group for group in rollout.finished() if group.number != 3]
-    rollout.close()
-    again = make(total=8)
-    again.start(params_of(1), 1, 2, kept)
-    groups = again.take(4)
-    assert numbers(groups) == [2, 3, 4, 5]
-    assert groups[0] is kept[0]
-    assert again.metrics()["rollout/sampled_tokens"] <= 2 * 3 * 6  # group 3; a heartbeat may not have told it yet
-
-
 def test_a_killed_worker_is_named_within_5_seconds(make):
     rollout = make(workers=2)
     rollout.start(params_of(0), 0, 0, ())
@@ -159,7 +159,7 @@ def test_a_hung_worker_is_named(make):
     os.kill(rollout._workers[0].process.pid, signal.SIGSTOP)
     rollout.publish(params_of(1), 1)
     start = time.monotonic()
-    with pytest.raises(RolloutError, match="has been silent for 2 s, longer than heartbeat_stale_after_s=2"):
+    with pytest.raises(RolloutError, match=r"has been silent for . s, longer than heartbeat_stale_after_s=2"):
         rollout.take(4)
     assert time.monotonic() - start < 5
     rollout.close()
