@@ -20,7 +20,7 @@ _EPILOG = (
     "--chat_template_kwargs '{\"enable_thinking\": false}'. Hyphens and underscores in flags are the same. "
     "Options of TRL that are refused, and why: README, 'Coming from TRL'."
 )
-_METAVARS = {bool: "BOOL", int: "INT", float: "FLOAT", dict: "JSON", str: "TEXT"}
+_METAVARS = {bool: "BOOL", int: "INT", float: "FLOAT", list[float]: "FLOAT", dict: "JSON", str: "TEXT"}
 
 
 class _Help(argparse.HelpFormatter):
@@ -128,7 +128,7 @@ def _add_flag(group: Any, cls: type, field: dataclasses.Field) -> None:
         f"{{{','.join(choices)}}}" if choices else "|".join(_METAVARS[kind] for kind in _METAVARS if kind in members)
     )
     text = f"{field.metadata['help']} (default: {_shown(field.default)})".replace("%", "%%")
-    nargs = "+" if list in members else "?" if bool in members else None
+    nargs = "+" if members & {list, list[float]} else "?" if bool in members else None
     group.add_argument(
         f"--{field.name}", nargs=nargs, const="true" if nargs == "?" else None, metavar=metavar, help=text
     )

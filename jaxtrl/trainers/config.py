@@ -117,8 +117,6 @@ class TrainConfig(metaclass=OptionsType):
     eval_dataset_name: str | list[str] | None = option(
         None, "Path, glob or hub id of the evaluation data (none: dataset_test_split of dataset_name).", group="data"
     )
-    dataset_streaming: bool = option(False, "Read the data set while training; needs max_steps.", group="data")
-    dataset_num_proc: int | None = option(None, "Processes that tokenize.", group="data", minimum=1)
     chat_template_path: str | None = option(
         None, "Jinja file, or tokenizer folder or id, whose chat template replaces the tokenizer's.", group="data"
     )
@@ -136,7 +134,6 @@ class TrainConfig(metaclass=OptionsType):
     per_device_train_batch_size: int = option(
         8, "Sequences per device and micro-batch (rows, when packing).", group="batch", minimum=1
     )
-    per_device_eval_batch_size: int = option(8, "The same for evaluation.", group="batch", minimum=1)
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.", group="batch", minimum=1)
     num_train_epochs: float = option(3.0, "Passes over the data.", group="batch", minimum=0)
     max_steps: int = option(-1, "Optimizer steps; from 1 on it overrides num_train_epochs.", group="batch", minimum=-1)

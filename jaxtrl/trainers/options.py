@@ -81,6 +81,12 @@ def _to_list(value: Any) -> list[str]:
     return [_to_text(item) for item in value]
 
 
+def _to_numbers(value: Any) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError
+    return [_to_float(item) for item in value]
+
+
 def _to_text(value: Any) -> str:
     value = value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, os.PathLike):
@@ -91,12 +97,13 @@ def _to_text(value: Any) -> str:
 
 
 # In the order in which the members of a union are tried, with the words of the error message.
-CONVERTERS: dict[type, tuple[Callable[[Any], Any], str]] = {
+CONVERTERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     bool: (_to_bool, "true or false"),
     int: (_to_int, "a whole number"),
     float: (_to_float, "a number"),
     dict: (_to_dict, "a mapping (JSON text)"),
     list: (_to_list, "a list of names"),
+    list[float]: (_to_numbers, "a list of numbers"),
     str: (_to_text, "a text"),
     types.NoneType: (_to_none, "none"),
 }
@@ -114,10 +121,11 @@ def hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def member_types(hint: Any) -> set[type]:
+def member_types(hint: Any) -> set[Any]:
     """The plain types of an annotation: `int | list[str] | None` -> {int, list, NoneType}."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return {typing.get_origin(member) or member for member in (typing.get_args(hint) if union else (hint,))}
+    members = typing.get_args(hint) if union else (hint,)
+    return {member if member in CONVERTERS else typing.get_origin(member) or member for member in members}
 
 
 def convert(cls: type, name: str, value: Any) -> Any:

@@ -18,6 +18,11 @@ class SFTConfig(TrainConfig):
 
     REFUSED: ClassVar[Refusals] = refused.REFUSED | refused.SFT
 
+    dataset_streaming: bool = option(False, "Read the data set while training; needs max_steps.", group="data")
+    dataset_num_proc: int | None = option(None, "Processes that tokenize.", group="data", minimum=1)
+    per_device_eval_batch_size: int = option(
+        8, "As per_device_train_batch_size, for evaluation.", group="batch", minimum=1
+    )
     dataset_text_field: str = option("text", "Column of plain-text data.", group="data")
     eos_token: str | None = option(None, "Token that ends a turn or a sequence (none: the tokenizer's).", group="data")
     max_length: int | None = option(
