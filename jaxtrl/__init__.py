@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from jaxtrl.train.optimizer import make_optimizer
     from jaxtrl.train.state import TrainState
     from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
+    from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+    from jaxtrl.trainers.grpo_trainer import AsyncGRPOTrainer
     from jaxtrl.trainers.sft_config import SFTConfig
     from jaxtrl.trainers.sft_trainer import SFTTrainer
 
 _MODULES = {
+    "AsyncGRPOConfig": "trainers.grpo_config",
+    "AsyncGRPOTrainer": "trainers.grpo_trainer",
     "Qwen3": "model.qwen3",
     "Qwen3Config": "model.config",
     "RowBatch": "rows.batch",
@@ -43,6 +47,8 @@ _MODULES = {
 }
 
 __all__ = [
+    "AsyncGRPOConfig",
+    "AsyncGRPOTrainer",
     "Qwen3",
     "Qwen3Config",
     "RowBatch",

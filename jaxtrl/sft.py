@@ -3,7 +3,6 @@
 Without a model it trains a tiny Qwen3 from scratch on bundled sample chats.
 """
 
-import glob
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +52,9 @@ def tiny_flags(argv: Sequence[str]) -> list[str]:
 
     With other data, those that belong to the bundled chats are left out.
     """
-    names = {text.partition("=")[0].replace("-", "_").strip("_") for text in argv if text.startswith("--")}
+    from jaxtrl.trainers.command import flag_names
+
+    names = flag_names(argv)
     if names & {"config", "model_name_or_path"}:
         return []
     own_data = "dataset_name" in names
@@ -62,7 +63,8 @@ def tiny_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _run(args: Any) -> None:
-    from jaxtrl.trainers.command import start_neuron
+    from jaxtrl.assets import eval_data_path, sample_data_path
+    from jaxtrl.trainers.command import data_sources, load_data, start_neuron
     from jaxtrl.trainers.output_folder import begin_folder
 
     start_neuron(args)
@@ -78,13 +80,15 @@ def _run(args: Any) -> None:
 
     if jax.default_backend() == "cpu":
         keep_freed_memory()
-    sources = data_sources(args)
+    sources = data_sources(args, sample_data_path(), eval_data_path())
     model: Any = None
     tokenizer = None
     if args.model_name_or_path is not None:  # what is wrong with it is said before the data is read
         model = check_files(args.model_name_or_path, args, SFTConfig).source
         tokenizer = load_tokenizer(model, args.trust_remote_code)
-    train, evaluation = (None if source is None else load_data(source, args) for source in sources)
+    train, evaluation = (
+        None if source is None else load_data(source, args, args.dataset_streaming) for source in sources
+    )
     if model is None:
         enable_compile_cache(args.compile_cache)  # before the first compile, that of the initial weights
         model, tokenizer = tiny_model(args.seed)
@@ -92,38 +96,6 @@ def _run(args: Any) -> None:
     trainer.train()
     if args.save_strategy == "no":
         trainer.save_model()
-
-
-def data_sources(args: Any) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
-    """(source, split) of the training and the evaluation data (None: no evaluation): the bundled chats where neither
-    model nor data are named."""
-    from jaxtrl.assets import eval_data_path, sample_data_path
-
-    wanted = args.eval_strategy != "no" or args.eval_on_start
-    if args.dataset_name is None:
-        if args.model_name_or_path is not None:
-            raise ValueError("--dataset_name is missing: name the data to train on (a path, glob or hub id).")
-        return (sample_data_path(), "train"), (eval_data_path(), "train") if wanted else None
-    train = (args.dataset_name, args.dataset_train_split)
-    if not wanted:
-        return train, None
-    if args.eval_dataset_name is not None:
-        split = "train" if _is_file(args.eval_dataset_name) else args.dataset_test_split
-        return train, (args.eval_dataset_name, split)
-    if _is_file(args.dataset_name):
-        raise ValueError("--eval_dataset_name is missing: eval_strategy is set and a file has no test split.")
-    return train, (args.dataset_name, args.dataset_test_split)
-
-
-def load_data(source: tuple[Any, str], args: Any) -> Any:
-    from jaxtrl.rows.sources import load_source
-
-    name, split = source
-    return load_source(name, split=split, name=args.dataset_config, streaming=args.dataset_streaming)
-
-
-def _is_file(name: Any) -> bool:
-    return not isinstance(name, str) or Path(name).is_file() or glob.has_magic(name)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class InlineRollout:
 
     def __init__(self, setup: RolloutSetup, pacing: Pacing, prompts: Sequence[Prompt], shuffle: bool = True):
         self.setup = setup
-        self._queue = GroupQueue(pacing, prompts, setup.num_generations, setup.seed, shuffle)
+        self._queue = GroupQueue(pacing, prompts, setup.num_generations, setup.order_seed, shuffle)
         self._producer: GroupProducer | None = None
         self._evaluated: list[Group] = []
         self._wait_seconds = self._load_seconds = 0.0

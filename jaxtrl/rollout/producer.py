@@ -25,8 +25,8 @@ class RolloutSetup:
     """How groups are sampled and scored, wherever that happens; it can be pickled if its functions and tokenizer can.
 
     `tokenizer` needs `decode(ids, skip_special_tokens=...)` only. The seed of `params` is not used: `seed` is that of
-    the run. `max_inflight` (completions; None: slots and one group more) is how many may be under way at a time, those
-    that wait for a slot included.
+    the run, `order_seed` that of the order of its prompts. `max_inflight` (completions; None: slots and one group more)
+    is how many may be under way at a time, those that wait for a slot included.
     """
 
     config: Qwen3Config
@@ -41,6 +41,7 @@ class RolloutSetup:
     cache_dtype: str | None = None
     eos_token_id: int | Sequence[int] | None = None
     seed: int = 42
+    order_seed: int = 42
     max_inflight: int | None = None
     scoring_threads: int = 4
     compile_cache: str = "auto"

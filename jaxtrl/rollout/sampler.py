@@ -54,7 +54,7 @@ class Sampler:
         if max_length > limit:
             raise ValueError(f"max_length {max_length} is more than the model's {limit} positions: lower it")
         self.max_length, self.tokenizer, self.version = max_length, tokenizer, 0
-        self.eos_token_ids = _eos_ids(eos_token_id, folder, model.config)
+        self.eos_token_ids = stop_ids(eos_token_id, folder, model.config)
         cache_dtype = dtype if cache_dtype is None else cache_dtype
         self.engine = Engine(model.config, model_params(model), slots, tokens_per_call, dtype, cache_dtype)
         self._session: Session | None = None
@@ -210,7 +210,7 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} is {size!r}: it must be a whole number from 1 on")
 
 
-def _eos_ids(given: int | Sequence[int] | None, folder: Path | None, config: Qwen3Config) -> frozenset[int]:
+def stop_ids(given: int | Sequence[int] | None, folder: Path | None, config: Qwen3Config) -> frozenset[int]:
     """The ids that end a completion: those given, else generation_config.json's, else config.json's."""
     file = None if folder is None else folder / "generation_config.json"
     if given is None and file is not None and file.is_file():

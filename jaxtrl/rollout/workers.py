@@ -146,7 +146,7 @@ class LocalWorkers:
     ):
         check_picklable(setup.reward_funcs)
         self._payload = pickle.dumps(setup)
-        self._queue = GroupQueue(pacing, prompts, setup.num_generations, setup.seed, shuffle)
+        self._queue = GroupQueue(pacing, prompts, setup.num_generations, setup.order_seed, shuffle)
         self._places, self._stale_after = places, heartbeat_stale_after_s
         self._weights_folder, self._weights_dtype = weights_folder, weights_dtype
         self._weights: WeightsFolder | None = None

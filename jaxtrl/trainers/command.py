@@ -1,9 +1,11 @@
 """What every command does around its work: the terminal's encoding, and wrong input as one sentence."""
 
+import glob
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxtrl.hardware.environment import set_environment
@@ -42,3 +44,39 @@ def start_neuron(args: Any) -> None:
         compile_effort=args.compile_effort,
         compile_cache=args.compile_cache,
     )
+
+
+def flag_names(argv: Sequence[str]) -> set[str]:
+    """The options that a command line names, as they are called in the options class."""
+    return {text.partition("=")[0].replace("-", "_").strip("_") for text in argv if text.startswith("--")}
+
+
+def data_sources(args: Any, bundled: Path, bundled_eval: Path) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
+    """(source, split) of the training and the evaluation data (None: no evaluation): the bundled ones where neither
+    model nor data are named."""
+    wanted = args.eval_strategy != "no" or args.eval_on_start
+    if args.dataset_name is None:
+        if args.model_name_or_path is not None:
+            raise ValueError("--dataset_name is missing: name the data to train on (a path, glob or hub id).")
+        return (bundled, "train"), (bundled_eval, "train") if wanted else None
+    train = (args.dataset_name, args.dataset_train_split)
+    if not wanted:
+        return train, None
+    if args.eval_dataset_name is not None:
+        split = "train" if _is_file(args.eval_dataset_name) else args.dataset_test_split
+        return train, (args.eval_dataset_name, split)
+    if _is_file(args.dataset_name):
+        raise ValueError("--eval_dataset_name is missing: eval_strategy is set and a file has no test split.")
+    return train, (args.dataset_name, args.dataset_test_split)
+
+
+def load_data(source: tuple[Any, str], args: Any, streaming: bool = False) -> Any:
+    """The data set of a source and its split."""
+    from jaxtrl.rows.sources import load_source
+
+    name, split = source
+    return load_source(name, split=split, name=args.dataset_config, streaming=streaming)
+
+
+def _is_file(name: Any) -> bool:
+    return not isinstance(name, str) or Path(name).is_file() or glob.has_magic(name)

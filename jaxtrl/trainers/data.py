@@ -246,7 +246,7 @@ class Batches:
             distinct=distinct,
             padded=len(rows) * shape.tokens,
             slots=sum(len(row.slot_index) for row in rows),
-            pairs=sum(_count_pairs(row) for row in rows),
+            pairs=sum(count_pairs(row) for row in rows),
         )
 
     def foresee(
@@ -310,7 +310,7 @@ class Batches:
         return items
 
 
-def _count_pairs(row: Row) -> int:
+def count_pairs(row: Row) -> int:
     """(query, key) pairs of tokens that see each other."""
     return int((row.visible_until - np.arange(len(row.visible_until))).sum())
 

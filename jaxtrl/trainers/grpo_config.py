@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxtrl.rollout.pacing import Pacing
+from jaxtrl.rollout.places import worker_places
 from jaxtrl.rollout.requests import SamplingParams
 from jaxtrl.rows.advantages import LOSS_TYPES, SCALES
 from jaxtrl.trainers import refused
@@ -92,7 +93,10 @@ class AsyncGRPOConfig(TrainConfig):
     )
 
     token_budget: int | None = option(
-        None, "Tokens of a device's row (none: the longest prompt and completion, rounded up).", group="batch", minimum=1
+        None,
+        "Tokens of a device's row (none: the longest prompt and completion, rounded up).",
+        group="batch",
+        minimum=1,
     )
 
     rollout: str = option(
@@ -105,10 +109,10 @@ class AsyncGRPOConfig(TrainConfig):
     rollout_slots: int | None = option(
         None, "Completions that a worker decodes together (none: those of a step, 8 to 64).", group="rollout", minimum=1
     )
-    rollout_cores: list[str] | str | None = option(
+    rollout_cores: str | None = option(
         None,
-        "Devices of each worker, one entry a worker: CPU cores (0-3), a GPU (0) or NeuronCores (1-1); none: it shares "
-        "the trainer's CPU cores.",
+        "What the workers share evenly and the trainer does not use, like 1-3: CPU cores, GPUs or NeuronCores (none, "
+        "on CPUs only: all run on any core).",
         group="rollout",
     )
     max_inflight_tasks: int = option(
@@ -118,7 +122,9 @@ class AsyncGRPOConfig(TrainConfig):
         4, "Optimizer steps by which the weights that began a group are older at most.", group="rollout", minimum=0
     )
     queue_maxsize: int = option(1024, "Completions that wait for the trainer at most.", group="rollout", minimum=1)
-    weight_sync_steps: int = option(1, "Optimizer steps between weight updates of the sampler.", group="rollout", minimum=1)
+    weight_sync_steps: int = option(
+        1, "Optimizer steps between weight updates of the sampler.", group="rollout", minimum=1
+    )
     weights_folder: str | None = option(
         None, "Folder through which weights go to workers (none: shared memory where it has room).", group="rollout"
     )
@@ -137,13 +143,8 @@ class AsyncGRPOConfig(TrainConfig):
             raise ValueError("rollout: ray is not built yet, use workers or inline")
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        if isinstance(self.rollout_cores, str):
-            self.rollout_cores = [self.rollout_cores]
-        if self.rollout_cores is not None and len(self.rollout_cores) != self.rollout_workers:
-            raise ValueError(
-                f"rollout_cores: expected one entry for each of the {self.rollout_workers} rollout_workers, "
-                f"got {len(self.rollout_cores)}"
-            )
+        if self.rollout_cores is not None:
+            worker_places("cpu", self.rollout_workers, self.rollout_cores)  # raises where they cannot be shared
         if self.max_inflight_tasks == 0 or self.max_inflight_tasks < -1:
             raise ValueError(f"max_inflight_tasks: expected -1 or at least 1, got {self.max_inflight_tasks}")
         if self.epsilon < 0 or (self.epsilon_high or 0) < 0:
@@ -152,6 +153,16 @@ class AsyncGRPOConfig(TrainConfig):
             raise ValueError("temperature: expected more than 0, or all completions of a prompt are the same")
         self.sampling_params()  # raises for what cannot work
         Pacing(1, 0, self.max_staleness, self.num_iterations, self.weight_sync_steps)  # raises for what would wait
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether each epoch has an order of its own."""
+        return self.shuffle_dataset and self.train_sampling_strategy == "random"
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of the prompts."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     def sampling_params(self) -> SamplingParams:
         """How completions are drawn, but for their seeds."""

@@ -181,6 +181,10 @@ class Display:
             markup = re.sub(r"(?<!\\)\[green\](.*?)(?<!\\)\[/green\]", r"«\1»", markup, flags=re.DOTALL)
         self._console.print(markup)
 
+    def draw(self, renderable: Any) -> None:
+        """A table or another object of rich."""
+        self._console.print(renderable)
+
     def start(self, total: int, done: int) -> None:
         self._total = total
         if self._bar_wanted:

@@ -96,7 +96,7 @@ class Meter:
         """The metrics since the last log. Waits for the device.
 
         As in TRL these are means over steps (those that have the metric), maxima and minima where the name says so,
-        and the last grad_norm.
+        sums of what is called a total, and the last grad_norm.
         """
         self._fetch()
         if not self._pending:
@@ -105,7 +105,7 @@ class Meter:
         logs: dict[str, float | int] = {
             **{name: self._reduce(name) for name in names},
             "num_tokens": self.num_tokens,
-            "padding_share": 1 - self._sum("distinct") / self._sum("padded"),
+            "padding_share": 1 - self._sum("distinct") / max(self._sum("padded"), 1.0),
             "packing_ratio": self._sum("tokens") / max(self._sum("distinct"), 1.0),
             "skipped_steps": self.skipped,
         }
@@ -132,6 +132,8 @@ class Meter:
         if name == "grad_norm":
             return values[-1]
         words = name.rpartition("/")[2].split("_")
+        if "total" in words:
+            return sum(values)
         extreme = max if "max" in words else min if "min" in words else None
         return extreme(values) if extreme else sum(values) / len(values)
 

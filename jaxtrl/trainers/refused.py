@@ -192,6 +192,20 @@ ARGUMENTS = {
     "peft_config": f"{_LORA}: leave it out",
 }
 
+# Those of TRL's AsyncGRPOTrainer and GRPOTrainer.
+GRPO_ARGUMENTS = ARGUMENTS | {
+    "compute_loss_func": "the loss is part of the compiled step: use AsyncGRPOConfig(loss_type=...), or your own loop "
+    "with make_grpo_step",
+    "compute_metrics": "evaluation gives rewards: write what you want to know as a reward function of weight 0",
+    "formatting_func": "rewards see the prompt as it stands in the column prompt",
+    "reward_processing_classes": "a reward is a function: let it call your reward model",
+    "tools": _TOOLS,
+    "rollout_func": "it is called rollout: an object with the methods of jaxtrl.rollout.groups.Rollout",
+    "environment_factory": _TOOLS,
+    "rollout_worker": "it is called rollout: an object with the methods of jaxtrl.rollout.groups.Rollout",
+    "weight_transfer": "the rollout takes new weights by its method publish",
+}
+
 # Fields of trl.ModelConfig, trl.ScriptArguments and trl.DatasetMixtureConfig, which TRL's sft command takes too.
 SCRIPT = {
     "model_revision": "give the folder of that revision as model_name_or_path",

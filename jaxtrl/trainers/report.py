@@ -1,5 +1,6 @@
 """What is said before training and after it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.rows.batch import Sample, ShapeClass
 from jaxtrl.rows.tokenize import TokenizeReport, show_example
 from jaxtrl.train.compiled import Program, Programs
+from jaxtrl.trainers.config import TrainConfig
 from jaxtrl.trainers.data import Batches
 from jaxtrl.trainers.extent import Extent
 from jaxtrl.trainers.sft_config import SFTConfig
@@ -31,13 +33,7 @@ def introduction(
 ) -> str:
     """Aligned `name  value` lines: model, devices, data, shapes, steps, and where things are kept."""
     sizes = extent.sizes
-    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(config)))
-    head = "tied head" if config.tie_word_embeddings else "own head"
-    lines = {
-        "model": f"Qwen3, {count:,} parameters, {config.num_hidden_layers} layers, {head}",
-        "devices": describe_devices(jax.devices()[: sizes.devices]),
-        "compute": f"{dtype}, float32 parameters, {'' if args.gradient_checkpointing else 'no '}gradient checkpointing",
-    }
+    lines = model_lines(config, args, dtype, sizes.devices)
     for name, (report, batches) in data.items():
         lines[name.replace("_", " ")] = f"{report.summary()}{batches.lines.describe()}"
     lines["shapes"] = f"pad_to_multiple_of {args.pad_to_multiple_of}"
@@ -49,6 +45,22 @@ def introduction(
         f"{sizes.accumulation} micro-batches), {extent.epochs} epochs"
     )
     lines["output"], lines["compile cache"] = str(args.output_dir), cache
+    return aligned(lines)
+
+
+def model_lines(config: Qwen3Config, args: TrainConfig, dtype: np.dtype, devices: int) -> dict[str, str]:
+    """What is trained on which devices."""
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(config)))
+    head = "tied head" if config.tie_word_embeddings else "own head"
+    return {
+        "model": f"Qwen3, {count:,} parameters, {config.num_hidden_layers} layers, {head}",
+        "devices": describe_devices(jax.devices()[:devices]),
+        "compute": f"{dtype}, float32 parameters, {'' if args.gradient_checkpointing else 'no '}gradient checkpointing",
+    }
+
+
+def aligned(lines: Mapping[str, str]) -> str:
+    """`name  value` lines."""
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 

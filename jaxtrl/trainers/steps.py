@@ -109,7 +109,7 @@ class TrainSteps:
             shardings = jax.tree.map(lambda _: self._single, tree)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
-    def _abstract_batch(self, shape: ShapeClass, block_size: int) -> Any:
+    def _abstract_batch(self, shape: ShapeClass, block_size: int = DEFAULT_BLOCK_SIZE) -> Any:
         rows = [concat_rows([])] * row_count(self.mesh)
         batch = skip_lanes(make_batch(rows, shape, block_size))
         columns: dict[str, Any] = dict.fromkeys(self.columns, batch.weight)

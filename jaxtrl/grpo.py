@@ -1,0 +1,121 @@
+"""Asynchronous GRPO: `python -m jaxtrl.grpo --model_name_or_path DIR --dataset_name prompts.jsonl --reward_funcs NAME`.
+
+Without a model it trains the tiny Qwen3 of `python -m jaxtrl.sft` on bundled sums.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrl.trainers.options import OptionsType, option
+
+PROG = "python -m jaxtrl.grpo"
+DESCRIPTION = (
+    "Asynchronous GRPO of a Qwen3 model, with the option names and defaults of TRL. Without --model_name_or_path and "
+    "--config it trains the tiny Qwen3 of `python -m jaxtrl.sft` on bundled sums."
+)
+# What no arguments mean; configs/grpo_tiny.yaml says the same.
+TINY = {
+    "output_dir": "grpo_output",
+    "reward_funcs": "exact_match",
+    "max_steps": "100",
+    "per_device_train_batch_size": "128",
+    "num_generations": "8",
+    "max_completion_length": "16",
+    "token_budget": "1024",
+    "learning_rate": "3e-4",
+    "max_staleness": "2",
+    "logging_steps": "5",
+    "save_strategy": "no",
+}
+TINY_SFT = "tiny_sft"  # the folder of the tiny model inside the output folder
+TRAINING_PROMPTS = 500  # of the bundled ones; the others are for evaluation
+
+
+@dataclasses.dataclass
+class RewardOptions(metaclass=OptionsType):
+    """Options of the command beside `AsyncGRPOConfig`, under the name of TRL's grpo command."""
+
+    reward_funcs: str | list[str] = option(  # noqa: RUF009
+        "exact_match",
+        "Reward functions, several with commas: exact_match, accuracy_reward, reasoning_accuracy_reward, "
+        "think_format_reward, length_reward, or package.module.function.",
+        group="rewards",
+    )
+
+    def __post_init__(self) -> None:
+        given = self.reward_funcs if isinstance(self.reward_funcs, list) else [self.reward_funcs]
+        self.reward_funcs = [name.strip() for text in given for name in text.split(",") if name.strip()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code. Wrong input is one sentence on stderr (JAXTRL_TRACEBACK=1: all of it)."""
+    from jaxtrl.trainers.arguments import parse
+    from jaxtrl.trainers.command import prepare_terminal, run_command
+    from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+
+    prepare_terminal()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    classes = [AsyncGRPOConfig, RewardOptions]
+    args, rewards = parse(classes, [*tiny_flags(argv), *argv], prog=PROG, description=DESCRIPTION)
+    goes_on = "interrupted; --resume_from_checkpoint true goes on from the newest checkpoint"
+
+    return run_command(PROG, lambda: _run(args, rewards.reward_funcs), goes_on)
+
+
+def tiny_flags(argv: Sequence[str]) -> list[str]:
+    """The options of the embedded default, unless the user names a model or a configuration."""
+    from jaxtrl.trainers.command import flag_names
+
+    if flag_names(argv) & {"config", "model_name_or_path"}:
+        return []
+    return [f"--{name}={value}" for name, value in TINY.items()]
+
+
+def _run(args: Any, reward_funcs: list[str]) -> None:
+    from jaxtrl.assets import prompts_path
+    from jaxtrl.trainers.command import data_sources, load_data, start_neuron
+    from jaxtrl.trainers.output_folder import begin_folder
+
+    start_neuron(args)
+    begin_folder(Path(args.output_dir), args.resume_from_checkpoint, args.to_dict())
+    import jax  # its start takes seconds, in which a killed job should already be one that can be resumed
+
+    from jaxtrl.hardware.memory import keep_freed_memory
+    from jaxtrl.trainers.checks import check_files
+    from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+    from jaxtrl.trainers.grpo_trainer import AsyncGRPOTrainer
+
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
+    model: Any = args.model_name_or_path
+    if model is not None:  # what is wrong with it is said before the data is read
+        model = check_files(model, args, AsyncGRPOConfig).source
+    sources = data_sources(args, prompts_path(), prompts_path())
+    train, evaluation = (None if source is None else load_data(source, args) for source in sources)
+    if args.dataset_name is None:
+        train, evaluation = train.select(range(TRAINING_PROMPTS)), train.select(range(TRAINING_PROMPTS, len(train)))
+    if model is None:
+        model = tiny_sft_model(Path(args.output_dir) / TINY_SFT, args)
+    trainer = AsyncGRPOTrainer(model, reward_funcs, args, train_dataset=train, eval_dataset=evaluation)
+    trainer.train()
+    if args.save_strategy == "no":
+        trainer.save_model()
+
+
+def tiny_sft_model(folder: Path, args: Any) -> Path:
+    """The folder of the model of `python -m jaxtrl.sft` without arguments, trained into it if it is not there."""
+    from jaxtrl import sft
+
+    if not (folder / "model.safetensors").is_file():
+        print(f"training the tiny model of python -m jaxtrl.sft in {folder}", flush=True)
+        flags = [f"--output_dir={folder}", f"--compile_cache={args.compile_cache}", "--resume_from_checkpoint=auto"]
+        if sft.main(flags):
+            raise ValueError(f"the tiny model could not be trained into {folder}: see above")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Which rollout the options of AsyncGRPOConfig ask for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from transformers import PreTrainedTokenizerBase
+
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.rollout.groups import RewardFunction, Rollout
+from jaxtrl.rollout.inline import InlineRollout
+from jaxtrl.rollout.pacing import Pacing
+from jaxtrl.rollout.places import worker_places
+from jaxtrl.rollout.producer import RolloutSetup, plain_tokenizer
+from jaxtrl.rollout.sampler import stop_ids
+from jaxtrl.rollout.workers import LocalWorkers
+from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+from jaxtrl.trainers.grpo_data import PromptData
+
+LEAST_SLOTS, MOST_SLOTS = 8, 64
+
+
+def make_pacing(args: AsyncGRPOConfig, groups_per_step: int, total_groups: int) -> Pacing:
+    """Raises ValueError, naming the option, for a queue or a staleness that would wait for ever."""
+    return Pacing(
+        groups_per_step,
+        total_groups,
+        args.max_staleness,
+        args.num_iterations,
+        args.weight_sync_steps,
+        args.queue_maxsize // args.num_generations,
+    )
+
+
+def make_setup(
+    args: AsyncGRPOConfig,
+    config: Qwen3Config,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path | None,
+    reward_funcs: Sequence[RewardFunction],
+    longest_prompt: int,
+    groups_per_step: int,
+    dtype: str,
+) -> RolloutSetup:
+    """How groups are sampled and scored. `source`: the folder of the model, whose generation_config.json says more ids
+    that end a completion than the tokenizer's."""
+    workers = args.rollout_workers if args.rollout == "workers" else 1
+    slots = -(-groups_per_step * args.num_generations // workers)
+    ends = {*stop_ids(None, source, config)}
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    return RolloutSetup(
+        config=config,
+        reward_funcs=tuple(reward_funcs),
+        tokenizer=plain_tokenizer(tokenizer),
+        params=args.sampling_params(),
+        max_length=longest_prompt + args.max_completion_length,
+        num_generations=args.num_generations,
+        slots=args.rollout_slots or min(max(slots, LEAST_SLOTS), MOST_SLOTS),
+        dtype=dtype,
+        eos_token_id=sorted(ends),
+        seed=args.seed,
+        order_seed=args.order_seed,
+        max_inflight=None if args.max_inflight_tasks < 0 else args.max_inflight_tasks,
+        compile_cache=args.compile_cache,
+    )
+
+
+def make_rollout(args: AsyncGRPOConfig, setup: RolloutSetup, pacing: Pacing, data: PromptData) -> Rollout:
+    """`rollout=inline` or worker processes, not started yet."""
+    if args.rollout == "inline":
+        return InlineRollout(setup, pacing, data.prompts, args.shuffles)
+    places = worker_places(jax.default_backend(), args.rollout_workers, args.rollout_cores)
+    return LocalWorkers(
+        setup,
+        pacing,
+        data.prompts,
+        args.shuffles,
+        places=places,
+        weights_folder=None if args.weights_folder is None else Path(args.weights_folder),
+        heartbeat_stale_after_s=args.heartbeat_stale_after_s,
+    )
+
+
+def rename_metrics(metrics: dict[str, float], steps: float | int, num_generations: int) -> dict[str, Any]:
+    """The gauges of a rollout since the last log, `steps` optimizer steps ago, under TRL's names where it has them."""
+    metrics = dict(metrics)
+    out = {
+        "sample/rollout_queue_size": metrics.pop("rollout/queue_depth", 0.0) * num_generations,
+        "sample/time_in_queue_s": metrics.pop("rollout/queue_seconds", 0.0),
+        "perf/rollout_wait_s": metrics.pop("rollout/wait_seconds", 0.0) / max(steps, 1),
+        "perf/weight_sync_s": metrics.pop("rollout/weight_sync_seconds", 0.0) / max(steps, 1),
+    }
+    return out | metrics
