@@ -96,10 +96,14 @@ def _run(args: Any, reward_funcs: list[str]) -> None:
     sources = data_sources(args, prompts_path(), prompts_path())
     train, evaluation = (None if source is None else load_data(source, args) for source in sources)
     if args.dataset_name is None:
-        train, evaluation = train.select(range(TRAINING_PROMPTS)), train.select(range(TRAINING_PROMPTS, len(train)))
+        bundled: Any = train
+        train, evaluation = (
+            bundled.select(range(TRAINING_PROMPTS)),
+            bundled.select(range(TRAINING_PROMPTS, len(bundled))),
+        )
     if model is None:
         model = tiny_sft_model(Path(args.output_dir) / TINY_SFT, args)
-    trainer = AsyncGRPOTrainer(model, reward_funcs, args, train_dataset=train, eval_dataset=evaluation)
+    trainer = AsyncGRPOTrainer(model, [*reward_funcs], args, train_dataset=train, eval_dataset=evaluation)
     trainer.train()
     if args.save_strategy == "no":
         trainer.save_model()

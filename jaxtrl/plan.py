@@ -37,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Any, options: Any) -> None:
     from rich.console import Console
 
-    from jaxtrl import sft
+    from jaxtrl.assets import eval_data_path, sample_data_path
     from jaxtrl.planning.document import make_plan
     from jaxtrl.planning.make import find_config, prepare
     from jaxtrl.planning.plot import check_plot, draw
     from jaxtrl.planning.rollouts import read_rollouts
     from jaxtrl.planning.show import show
     from jaxtrl.rows.chat import set_chat_template
+    from jaxtrl.trainers.command import data_sources, load_data
     from jaxtrl.trainers.output_folder import make_folder
 
     if options.plot is not None:
@@ -55,9 +56,11 @@ def _run(args: Any, options: Any) -> None:
         train, evaluation = read_rollouts(options.rollouts), None
         config, tokenizer = find_config(args)
     else:
-        sources = sft.data_sources(args)
+        sources = data_sources(args, sample_data_path(), eval_data_path())
         config, tokenizer = find_config(args)  # what is wrong with it is said before the data is read
-        train, evaluation = (None if source is None else sft.load_data(source, args) for source in sources)
+        train, evaluation = (
+            None if source is None else load_data(source, args, args.dataset_streaming) for source in sources
+        )
     if args.chat_template_path is not None:
         set_chat_template(tokenizer, args.chat_template_path)
     run = prepare(args, config, tokenizer, train, evaluation)

@@ -5,7 +5,7 @@ trained in that order (DESIGN.md section 10).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float32
@@ -50,6 +50,7 @@ class Group(NamedTuple):
         return min(int(completion.versions[0]) for completion in self.completions)
 
 
+@runtime_checkable
 class Rollout(Protocol):
     """Where groups come from: the same calls whether sampling happens in this process, in others or on a cluster.
 

@@ -31,7 +31,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[Any] | None = None, answer: Sequence[Any] | None = None, **_: Any
 ) -> list[float | None]:
-    r"""1 where the completion's last \boxed{}, else its last number, equals that of the column `solution` (or `answer`).
+    r"""1 where the completion's last \boxed{}, else its last number, equals that of column `solution` (or `answer`).
 
     Numbers are compared by value (1/2 = 0.5 = 50%, thousands separators removed), other boxed text without spaces,
     dollar signs and \left, \right. None where the solution has nothing to compare with. trl.rewards compares with the

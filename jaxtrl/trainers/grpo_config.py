@@ -1,5 +1,7 @@
 """AsyncGRPOConfig: the options of `AsyncGRPOTrainer` and `python -m jaxtrl.grpo`, under TRL's names and defaults."""
 
+# ruff: noqa: RUF009 - `option` makes a dataclass field
+
 import dataclasses
 from typing import ClassVar
 
@@ -94,7 +96,7 @@ class AsyncGRPOConfig(TrainConfig):
 
     token_budget: int | None = option(
         None,
-        "Tokens of a device's row (none: the longest prompt and completion, rounded up).",
+        "Tokens of a device's row (none: the longest prompt with its completion, rounded up).",
         group="batch",
         minimum=1,
     )
@@ -179,11 +181,11 @@ class AsyncGRPOConfig(TrainConfig):
         """Groups of a batch. Raises ValueError where completions do not make whole groups, with sizes that would."""
         completions = self.per_device_train_batch_size * self.gradient_accumulation_steps * devices
         if completions % self.num_generations:
-            fits = [n for n in range(2, completions + 1) if completions % n == 0]
+            fits = ", ".join(str(n) for n in range(2, completions + 1) if completions % n == 0)
             raise ValueError(
-                f"num_generations: a step has {completions} completions (per_device_train_batch_size "
-                f"{self.per_device_train_batch_size} * gradient_accumulation_steps {self.gradient_accumulation_steps} * "
-                f"{devices} devices), which {self.num_generations} does not divide: {', '.join(map(str, fits)) or 'none'} "
-                "would, or change the batch size"
+                f"num_generations: {self.num_generations} does not divide the {completions} completions of a step "
+                f"(per_device_train_batch_size {self.per_device_train_batch_size} * gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} * {devices} devices): {fits or 'no number'} would, or change the "
+                "batch size"
             )
         return completions // self.num_generations

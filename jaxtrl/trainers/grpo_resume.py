@@ -1,4 +1,7 @@
-"""The finished groups of a checkpoint: one npz file of plain arrays, nothing pickled."""
+"""What a checkpoint of GRPO holds besides state and position: what must not change, and the finished groups.
+
+The groups are one npz file of plain arrays, nothing pickled.
+"""
 
 import io
 import json
@@ -8,12 +11,59 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rollout.groups import Group
 from jaxtrl.rollout.requests import Completion
+from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.train.checkpoint import CheckpointError
+from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+from jaxtrl.trainers.grpo_data import PromptData
 
 GROUPS_FILE = "groups.npz"
 TOKEN_COLUMNS = {"token_ids": np.int32, "logps": np.float32, "sampled_logps": np.float32, "versions": np.int32}
+
+
+FACTS = (
+    "num_generations",
+    "max_completion_length",
+    "seed",
+    "loss_type",
+    "num_iterations",
+    "weight_sync_steps",
+    "beta",
+    "importance_sampling_level",
+    "importance_sampling_mode",
+    "recompute_old_logps",
+    "drop_zero_std_groups",
+)
+
+
+def run_facts(
+    args: AsyncGRPOConfig,
+    data: PromptData,
+    shape: ShapeClass,
+    sizes: tuple[int, int],
+    dtype: Any,
+    config: Qwen3Config,
+    reference: int | None,
+) -> dict[str, Any]:
+    """What decides groups and programs, and so must not change between saving and resuming (JSON values).
+
+    `sizes`: groups per step and devices; `reference`: a checksum of the reference model, which is read anew.
+    """
+    return {
+        "the number of prompts": len(data.prompts),
+        "the prompts (checksum)": data.fingerprint,
+        "groups per step": sizes[0],
+        "the number of devices": sizes[1],
+        "the shape class": list(shape),
+        "the order": args.shuffles,
+        "the order's seed": args.order_seed,
+        "the compute dtype": str(dtype),
+        "the model's config": config.to_dict(),
+        "the reference model (checksum)": reference,
+        **{name: getattr(args, name) for name in FACTS},
+    }
 
 
 def pack_groups(groups: Sequence[Group]) -> bytes:

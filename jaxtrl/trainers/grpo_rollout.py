@@ -1,4 +1,4 @@
-"""Which rollout the options of AsyncGRPOConfig ask for."""
+"""Which rollout the options of AsyncGRPOConfig ask for, and which reward functions it calls."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,14 @@ from jaxtrl.rollout.inline import InlineRollout
 from jaxtrl.rollout.pacing import Pacing
 from jaxtrl.rollout.places import worker_places
 from jaxtrl.rollout.producer import RolloutSetup, plain_tokenizer
+from jaxtrl.rollout.rewards import find_reward
 from jaxtrl.rollout.sampler import stop_ids
+from jaxtrl.rollout.scoring import function_name
 from jaxtrl.rollout.workers import LocalWorkers
 from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 from jaxtrl.trainers.grpo_data import PromptData
 
+RewardArgument = RewardFunction | str | list[RewardFunction | str]
 LEAST_SLOTS, MOST_SLOTS = 8, 64
 
 
@@ -93,3 +96,29 @@ def rename_metrics(metrics: dict[str, float], steps: float | int, num_generation
         "perf/weight_sync_s": metrics.pop("rollout/weight_sync_seconds", 0.0) / max(steps, 1),
     }
     return out | metrics
+
+
+def reward_functions(given: RewardArgument | None) -> list[RewardFunction]:
+    """Callables; raises ValueError where there are none, and for an unknown name."""
+    some = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    if not some:
+        raise ValueError("reward_funcs is missing: give a function, or the name of one such as exact_match.")
+    return [find_reward(one) if isinstance(one, str) else one for one in some]
+
+
+def unique_names(functions: list[RewardFunction]) -> list[str]:
+    """A name for each function, numbered where several have the same."""
+    names: list[str] = []
+    for function in functions:
+        name, number = function_name(function), 2
+        base = name
+        while name in names:
+            name, number = f"{base}_{number}", number + 1
+        names.append(name)
+    return names
+
+
+def check_weights(weights: list[float] | None, names: list[str]) -> list[float]:
+    if weights is not None and len(weights) != len(names):
+        raise ValueError(f"reward_weights: expected one for each of {', '.join(names)}, got {len(weights)} numbers.")
+    return [1.0] * len(names) if weights is None else weights

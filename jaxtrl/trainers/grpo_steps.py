@@ -11,6 +11,7 @@ from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.train.compiled import Job, Programs
 from jaxtrl.train.grpo import make_grpo_step
+from jaxtrl.train.mesh import param_shardings
 from jaxtrl.train.step import make_score_step
 from jaxtrl.trainers.data import MicroBatch
 from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
@@ -62,5 +63,7 @@ class GRPOSteps(TrainSteps):
         """All programs of a run."""
         if self.args.beta > 0 or self.args.recompute_old_logps:
             batch = self._abstract_batch(shape)
-            yield Job("score", shape, self._score, (self._abstract(abstract_params(self.config)), batch))
+            params = abstract_params(self.config)
+            params = self._abstract(params, param_shardings(params, self.mesh))
+            yield Job("score", shape, self._score, (params, batch))
         yield from self.train_jobs([shape])

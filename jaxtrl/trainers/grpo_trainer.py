@@ -11,10 +11,9 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.model.qwen3 import Qwen3
-from jaxtrl.rollout.groups import Group, RewardFunction, Rollout
+from jaxtrl.rollout.groups import Group, Rollout
 from jaxtrl.rollout.pacing import StalenessCounter
-from jaxtrl.rollout.rewards import find_reward
-from jaxtrl.rollout.scoring import check_reward_functions, function_name
+from jaxtrl.rollout.scoring import check_reward_functions
 from jaxtrl.rows.order import DataPosition
 from jaxtrl.train.mesh import row_count
 from jaxtrl.trainers import grpo_report, refused, saving
@@ -32,13 +31,21 @@ from jaxtrl.trainers.grpo_batches import (
 )
 from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 from jaxtrl.trainers.grpo_data import PromptData, prepare_prompts, prompt_room, row_shape
-from jaxtrl.trainers.grpo_resume import GROUPS_FILE, pack_groups, read_groups
-from jaxtrl.trainers.grpo_rollout import make_pacing, make_rollout, make_setup, rename_metrics
+from jaxtrl.trainers.grpo_resume import GROUPS_FILE, pack_groups, read_groups, run_facts
+from jaxtrl.trainers.grpo_rollout import (
+    RewardArgument,
+    check_weights,
+    make_pacing,
+    make_rollout,
+    make_setup,
+    rename_metrics,
+    reward_functions,
+    unique_names,
+)
 from jaxtrl.trainers.grpo_steps import GRPOSteps
 from jaxtrl.trainers.options import refuse_arguments
 from jaxtrl.trainers.trainer import Optimizers, Trainer
 
-RewardArgument = RewardFunction | str | list[RewardFunction | str]
 DRAWS_PER_STEP = 10  # times as many groups as a step takes are looked at for some that are not dropped
 UNLIMITED = 2**62  # groups
 
@@ -83,9 +90,9 @@ class AsyncGRPOTrainer(Trainer):
         refuse_arguments(unsupported, AsyncGRPOTrainer, AsyncGRPOConfig, refused.GRPO_ARGUMENTS)
         columns = grpo_report.COLUMNS
         super().__init__(model, args, AsyncGRPOConfig, processing_class, callbacks, optimizers, mesh, columns)
-        self.reward_funcs = _reward_functions(reward_funcs)
-        self.reward_names = _unique_names(self.reward_funcs)
-        self.reward_weights = _reward_weights(self.args.reward_weights, self.reward_names)
+        self.reward_funcs = reward_functions(reward_funcs)
+        self.reward_names = unique_names(self.reward_funcs)
+        self.reward_weights = check_weights(self.args.reward_weights, self.reward_names)
         self._groups_per_step = self.args.groups_per_step(row_count(self.mesh))
         self._data: dict[str, PromptData] = {}
         for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
@@ -208,8 +215,8 @@ class AsyncGRPOTrainer(Trainer):
                 self.rollout.release(len(groups) - len(good))
             if dropped > DRAWS_PER_STEP * self._groups_per_step and not kept:
                 raise ValueError(
-                    f"drop_zero_std_groups: the rewards of {dropped} groups in a row are all equal, so there is nothing "
-                    "to learn from: look at the rewards (log_completions), or leave it out"
+                    f"drop_zero_std_groups: the rewards of {dropped} groups in a row are all equal, so there is "
+                    "nothing to learn from: look at the rewards (log_completions), or leave it out"
                 )
         if not kept:
             return None, dropped
@@ -295,7 +302,7 @@ class AsyncGRPOTrainer(Trainer):
             grpo_report.print_completions(
                 self.display,
                 self._last,
-                self.processing_class.decode,
+                self._decode,
                 self.reward_names,
                 self.state.global_step,
                 self.args.num_completions_to_print,
@@ -323,8 +330,7 @@ class AsyncGRPOTrainer(Trainer):
     def _make_rollout(self, longest: int, total_groups: int) -> Rollout:
         if self._given_rollout is not None:
             return self._given_rollout
-        args, data = self.args, self._data.get("train") or PromptData([], 0)
-        dtype = str(self.steps.dtype)
+        args, data, size = self.args, self._data.get("train") or PromptData([], 0), self._groups_per_step
         check_reward_functions(self.reward_funcs, list(data.prompts[0].columns) if data.prompts else [])
         setup = make_setup(
             args,
@@ -333,27 +339,15 @@ class AsyncGRPOTrainer(Trainer):
             self._source,
             self.reward_funcs,
             longest,
-            self._groups_per_step,
-            dtype,
+            size,
+            str(self.steps.dtype),
         )
-        return make_rollout(args, setup, make_pacing(args, self._groups_per_step, total_groups), data)
+        return make_rollout(args, setup, make_pacing(args, size, total_groups), data)
 
     def _facts(self) -> dict[str, Any]:
-        args, data = self.args, self._data["train"]
-        facts = {
-            "the number of prompts": len(data.prompts),
-            "the prompts (checksum)": data.fingerprint,
-            "groups per step": self._groups_per_step,
-            "the shape class": list(self.shape),
-            "the number of devices": row_count(self.mesh),
-            "the order": args.shuffles,
-            "the order's seed": args.order_seed,
-            "the compute dtype": str(self.steps.dtype),
-            "the model's config": self.config.to_dict(),
-        }
-        if args.beta > 0:
-            facts["the reference model (checksum)"] = self._reference_checksum()
-        return facts | {name: getattr(args, name) for name in FACTS}
+        checksum = self._reference_checksum() if self.args.beta > 0 else None
+        sizes = self._groups_per_step, row_count(self.mesh)
+        return run_facts(self.args, self._data["train"], self.shape, sizes, self.steps.dtype, self.config, checksum)
 
     def _reference_checksum(self) -> int:
         """Of the weights that `beta` pulls towards, which a resumed run is given anew."""
@@ -361,6 +355,9 @@ class AsyncGRPOTrainer(Trainer):
             params = self._found.load_params() if self._params is None else self._params
             self._checksum = zlib.crc32(np.asarray(params["embed_tokens"]).tobytes())
         return self._checksum
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.processing_class.decode(ids))
 
     def _introduce(self, resume: bool | str | Path | None, path: Path | None) -> None:
         """Say what is going to be trained on what, with one prompt."""
@@ -377,49 +374,6 @@ class AsyncGRPOTrainer(Trainer):
         )
         self.display.say(text)
         ids = self._data["train"].prompts[0].ids
-        self.display.say("first prompt:\n" + self.processing_class.decode(ids[-grpo_report.MOST_TOKENS :]))
+        self.display.say("first prompt:\n" + self._decode(ids[-grpo_report.MOST_TOKENS :]))
         for line in saving.describe_start(resume, path, Path(str(self.args.output_dir))):
             self.display.say(line)
-
-
-FACTS = (
-    "num_generations",
-    "max_completion_length",
-    "seed",
-    "loss_type",
-    "num_iterations",
-    "weight_sync_steps",
-    "beta",
-    "importance_sampling_level",
-    "importance_sampling_mode",
-    "recompute_old_logps",
-    "drop_zero_std_groups",
-)
-
-
-def _reward_functions(given: RewardArgument | None) -> list[RewardFunction]:
-    """Callables; raises ValueError where there are none, and for an unknown name."""
-    some = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    if not some:
-        raise ValueError("reward_funcs is missing: give a function, or the name of one such as exact_match.")
-    return [find_reward(one) if isinstance(one, str) else one for one in some]
-
-
-def _unique_names(functions: list[RewardFunction]) -> list[str]:
-    """A name for each function, numbered where several have the same."""
-    names: list[str] = []
-    for function in functions:
-        name, number = function_name(function), 2
-        base = name
-        while name in names:
-            name, number = f"{base}_{number}", number + 1
-        names.append(name)
-    return names
-
-
-def _reward_weights(weights: list[float] | None, names: list[str]) -> list[float]:
-    if weights is not None and len(weights) != len(names):
-        raise ValueError(
-            f"reward_weights: expected one for each of the {len(names)} reward functions, got {len(weights)}."
-        )
-    return [1.0] * len(names) if weights is None else weights
