@@ -1,13 +1,18 @@
 """`python -m jaxtrl.neuron`: what running on AWS Trainium needs beside the trainers.
 
 env   the environment variables of a process with given cores, as shell commands
-lint  lowers every device program for Neuron, on a machine without one, and fails on operations that it does not run
+lint  lowers every device program for Neuron, on a machine without one, and fails on operations that it does not run;
+      --config FILE.yaml: those of this configuration, with its options; --compiler: hands them to neuronx-cc too
 """
 
 import argparse
+import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 PROG = "python -m jaxtrl.neuron"
 
@@ -41,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     env.add_argument("--coordinator_address", help="several hosts: host:port of process 0")
     env.add_argument("--num_processes", type=int, default=1, help="several hosts: one process each")
     env.add_argument("--process_id", type=int, default=0, help="several hosts: number of this one")
-    commands.add_parser("lint", allow_abbrev=False, help="search all device programs for what Neuron does not run")
+    lint = commands.add_parser("lint", allow_abbrev=False, help="search device programs for what Neuron does not run")
+    lint.add_argument("--config", metavar="FILE.yaml", help="options of jaxtrl.sft; all programs where left out")
+    lint.add_argument("--compiler", action="store_true", help="compile the programs with neuronx-cc too")
     return parser
 
 
@@ -81,18 +88,88 @@ def _env(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lint(_: argparse.Namespace) -> int:
-    from jaxtrl.hardware.neuron import lint
-    from jaxtrl.planning.programs import all_programs
+def _lint(args: argparse.Namespace) -> int:
+    options = None if args.config is None else _read_options(Path(args.config))
+    devices = 1 if options is None else _devices(options)
+    _prepare_devices(devices)
+    from jaxtrl.hardware.neuron import as_on_neuron
+    from jaxtrl.hardware.neuron_compiler import find_compiler
+    from jaxtrl.planning.programs import all_programs, config_programs
 
-    failed = False
-    for name, jitted, arguments in all_programs():
-        findings = lint(jitted, *arguments)
-        failed |= bool(findings)
-        print(f"{name}: {'clean' if not findings else 'not for Neuron'}")
-        for finding in findings:
-            print(f"  {finding}")
-    return int(failed)
+    if args.compiler:
+        find_compiler()
+    failed = 0
+    with as_on_neuron():
+        for program in all_programs() if options is None else config_programs(options, devices):
+            failed += not _lint_program(program, options if args.compiler else None, args.compiler)
+    if failed:
+        print(f"{PROG}: error: {failed} programs are not for Neuron, see above", file=sys.stderr)
+    return int(failed > 0)
+
+
+def _lint_program(program: Any, options: Any, compiles: bool) -> bool:
+    """Prints what is found; returns whether the program may run on Neuron."""
+    from jaxtrl.hardware.neuron import lint
+
+    findings = lint(program.function, *program.args)
+    print(f"{program.name}: {'clean' if not findings else 'not for Neuron'}", flush=True)
+    for finding in findings:
+        print(f"  {finding}")
+    if findings or not compiles:
+        return not findings
+    if program.devices > 1:
+        print(f"  not handed to neuronx-cc: the plugin cuts it into parts for {program.devices} devices first")
+        return True
+    return _compile(program, options)
+
+
+def _compile(program: Any, options: Any) -> bool:
+    from jaxtrl.hardware.neuron import PLATFORMS
+    from jaxtrl.hardware.neuron_compiler import compile_hlo
+
+    lowered = program.function.trace(*program.args).lower(lowering_platforms=PLATFORMS)
+    with tempfile.TemporaryDirectory() as folder:
+        done = compile_hlo(lowered, _compiler_flags(options), Path(folder))
+    size = f"{done.size / 2**20:.1f} MiB" if done.error is None else f"fails: {done.error}"
+    print(f"  neuronx-cc: {done.seconds:.1f} s, {size}", flush=True)
+    return done.error is None
+
+
+def _compiler_flags(options: Any) -> str:
+    """Those of the configuration's instance, else of the environment, else of a trn2."""
+    from jaxtrl.hardware.environment import neuron_environment
+
+    if (options is None or options.neuron_instance is None) and os.environ.get("NEURON_CC_FLAGS"):
+        return os.environ["NEURON_CC_FLAGS"]
+    instance = (options and options.neuron_instance) or "trn2.3xlarge"
+    effort = "low" if options is None else options.compile_effort
+    return neuron_environment(instance, range(1), compile_effort=effort)["NEURON_CC_FLAGS"]
+
+
+def _read_options(path: Path) -> Any:
+    """The options of a configuration file."""
+    from jaxtrl.trainers.arguments import read_config
+    from jaxtrl.trainers.sft_config import SFTConfig
+
+    return SFTConfig(**read_config([SFTConfig], path))
+
+
+def _devices(options: Any) -> int:
+    """That a run with these options has, as far as they say it."""
+    from jaxtrl.hardware.environment import cores_of
+
+    if options.neuron_instance is None:
+        return 1
+    return len(cores_of(options.neuron_instance, options.neuron_cores))
+
+
+def _prepare_devices(count: int) -> None:
+    """So many CPU devices, where JAX has not started: programs are lowered for as many devices as they will have."""
+    if "jax" not in sys.modules:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        flags = os.environ.get("XLA_FLAGS", "")
+        if count > 1 and "host_platform_device_count" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
 _COMMANDS = {"env": _env, "lint": _lint}

@@ -7,8 +7,11 @@ then the program is lowered for platform `neuron` and the StableHLO is searched 
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
@@ -26,6 +29,7 @@ class Finding(NamedTuple):
         return f"{self.source}: {self.operation}: {self.instead}"
 
 
+PLATFORMS = ("neuron",)
 _HOST = "compute it on the host (NumPy) and pass it in"
 _CALLBACK = "return the value from the step as a metric"
 _FORBIDDEN = {
@@ -65,7 +69,7 @@ def lint(jitted: Any, *args: Any, **kwargs: Any) -> list[Finding]:
     traced = jitted.trace(*args, **kwargs)
     found = list(_search(traced.jaxpr.jaxpr))
     try:
-        text = traced.lower(lowering_platforms=("neuron",)).as_text()
+        text = traced.lower(lowering_platforms=PLATFORMS).as_text()
     except (NotImplementedError, ValueError) as error:
         if not found:
             found.append(Finding("lowering", "the whole program", str(error).splitlines()[0]))
@@ -78,26 +82,36 @@ def lint(jitted: Any, *args: Any, **kwargs: Any) -> list[Finding]:
     return _once(found)
 
 
+@contextmanager
+def as_on_neuron() -> Iterator[None]:
+    """Code of jaxtrl that asks for the backend is told that it is Neuron, so that what is traced here is what runs
+    there (bfloat16, attention tables without computed loop ends). Nothing must be compiled for its speed in it."""
+    with mock.patch.object(jax, "default_backend", return_value="neuron"):
+        yield
+
+
 def _once(found: list[Finding]) -> list[Finding]:
     return list(dict.fromkeys(found))
 
 
-def _search(jaxpr: Jaxpr) -> Iterator[Finding]:
+def _search(jaxpr: Jaxpr, caller: str = "") -> Iterator[Finding]:
+    """`caller`: the line that runs this sub-program; functions of JAX that are jitted themselves have none inside."""
     for eqn in jaxpr.eqns:
+        source = source_info_util.summarize(eqn.source_info) or caller
         for operation, instead in _problems(eqn):
-            yield Finding(operation, source_info_util.summarize(eqn.source_info), instead)
+            yield Finding(operation, source, instead)
         for value in eqn.params.values():
-            yield from _search_value(value)
+            yield from _search_value(value, source)
 
 
-def _search_value(value: Any) -> Iterator[Finding]:
+def _search_value(value: Any, caller: str) -> Iterator[Finding]:
     if isinstance(value, ClosedJaxpr):
-        yield from _search(value.jaxpr)
+        yield from _search(value.jaxpr, caller)
     elif isinstance(value, Jaxpr):
-        yield from _search(value)
+        yield from _search(value, caller)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _search_value(item)
+            yield from _search_value(item, caller)
 
 
 def _problems(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:

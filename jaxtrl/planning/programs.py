@@ -1,26 +1,34 @@
-"""The device programs of jaxtrl with small shapes, for the Neuron lint."""
+"""The device programs that a configuration would run, or all that there are, with abstract arrays: for the Neuron lint.
 
-from itertools import product
-from typing import Any
+To be traced inside `as_on_neuron`. Widths of the model are small, since they do not change which operations a program
+has; vocabulary and rows are large enough for every loop to have several steps.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params, init_params
+from jaxtrl.rollout.decoding import make_weights
 from jaxtrl.rollout.engine import Engine
-from jaxtrl.rows.batch import TERM_COLUMNS, Sample, concat_rows, make_batch
-from jaxtrl.rows.blocks import BlockTables, CountedTables
+from jaxtrl.rows.batch import TERM_COLUMNS, Sample, ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.ladder import ShapeSet
+from jaxtrl.train.compiled import Job, Programs
 from jaxtrl.train.grpo import make_grpo_step
-from jaxtrl.train.optimizer import make_optimizer
+from jaxtrl.train.mesh import make_mesh
 from jaxtrl.train.state import TrainState
-from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
+from jaxtrl.trainers.sft_config import SFTConfig
+from jaxtrl.trainers.sft_steps import SFTSteps
+from jaxtrl.trainers.steps import make_adamw
 
-# Shapes do not change which operations a program has; a small model with every kind of layer keeps the lint fast.
 CONFIG = Qwen3Config(
-    vocab_size=512,
+    vocab_size=20_000,
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=2,
@@ -28,65 +36,107 @@ CONFIG = Qwen3Config(
     num_key_value_heads=2,
     head_dim=16,
 )
+SLOTS, CALL, LENGTH = 2, 4, 200  # of the sampler
 
 
-def all_programs() -> list[tuple[str, Any, tuple]]:
-    """(name, jitted function, arguments) of every step program; arrays stand for their shapes only."""
-    sample = Sample(np.arange(40, dtype=np.int32), np.ones(40, bool))
-    row = concat_rows([sample] * 5)
-    batch = make_batch([row], ShapeSet.from_setting("auto").classify([row]))
-    optimizer = make_optimizer(1e-5, 100)
-    params = abstract_params(CONFIG)
-    state = jax.eval_shape(lambda p: TrainState.create(p, optimizer), params)
-    found = []
-    for loss_type, dtype, remat in product(("nll", "dft"), ("float32", "bfloat16"), ("full", "matmuls")):
-        step = make_sft_step(CONFIG, optimizer, loss_type=loss_type, dtype=jnp.dtype(dtype), remat=remat)
-        sums = jax.eval_shape(step.init, params)
-        name = f"sft {loss_type} {dtype} {remat}"
-        found += [
-            (f"{name} fused", step.fused, (state, batch)),
-            (f"{name} accumulate", step.accumulate, (params, sums, batch)),
-            (f"{name} apply", step.apply, (state, sums)),
-        ]
-    found.append(("eval", make_eval_step(CONFIG), (params, batch)))
-    found.append(("score", make_score_step(CONFIG), (params, batch)))
-    return found + grpo_programs(params, state, batch, optimizer) + generation_programs()
+class DeviceProgram(NamedTuple):
+    """A jax.jit object and (abstract) arguments; `devices` that work on it together."""
+
+    name: str
+    function: Any
+    args: tuple
+    devices: int = 1
 
 
-def grpo_programs(params: Any, state: Any, batch: Any, optimizer: Any) -> list[tuple[str, Any, tuple]]:
-    """The same for GRPO: what the options add to a program, in as few of them as show it."""
-    batch = batch._replace(**dict.fromkeys(TERM_COLUMNS, batch.weight))
-    sequence = {"importance_sampling_level": "sequence", "importance_sampling_mode": "sequence_truncate"}
-    options: dict[str, dict[str, Any]] = {
-        "clipped token": {},
-        "cispo token": {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_mode": "token_mask"},
-        "clipped sequence": {**sequence, "delta": 2.0, "beta": 0.1, "temperature": 0.7},
-    }
-    found = []
-    for (name, chosen), dtype in product(options.items(), ("float32", "bfloat16")):
-        step = make_grpo_step(CONFIG, optimizer, dtype=jnp.dtype(dtype), **chosen)
-        sums = jax.eval_shape(step.init, params)
-        found.append((f"grpo {name} {dtype} fused", step.fused, (state, batch)))
-        found.append((f"grpo {name} {dtype} apply", step.apply, (state, sums)))
-    return found
-
-
-def generation_programs() -> list[tuple[str, Any, tuple]]:
-    """The same for the programs of the sampler."""
-    found = []
+def all_programs() -> Iterator[DeviceProgram]:
+    """Every step and sampler program on one device; each value of an option that changes operations is there."""
+    for loss_type, bf16, recomputes, effort, micro_batches in (
+        ("nll", False, True, "low", 1),
+        ("nll", True, False, "high", 2),
+        ("dft", True, True, "low", 1),
+        ("dft", False, False, "high", 2),
+    ):
+        args = SFTConfig(
+            loss_type=loss_type,
+            bf16=bf16,
+            gradient_checkpointing=recomputes,
+            compile_effort=effort,
+            gradient_accumulation_steps=micro_batches,
+            eval_on_start=loss_type == "nll",
+        )
+        yield from sft_programs(args, None, scored=True)
+    yield from _grpo_steps()
     for dtype in ("float32", "bfloat16"):
-        engine = Engine(CONFIG, init_params(CONFIG, 0), 2, 4, jnp.dtype(dtype), jnp.dtype(dtype))
-        engine.reserve(200)
-        for job in engine.jobs(200):
-            name = f"generate {dtype} {job.kind} {job.shape}"
-            found.append((name, job.function, jax.tree.map(_uncounted, job.args, is_leaf=_is_counted)))
-    return found
+        yield from sampler_programs(dtype)
 
 
-def _is_counted(x: Any) -> bool:
-    return isinstance(x, CountedTables)
+def sft_programs(args: SFTConfig, mesh: Mesh | None, scored: bool = False) -> Iterator[DeviceProgram]:
+    """Train and, where there are evaluations, eval programs with these options; `scored`: score programs too."""
+    steps = SFTSteps(CONFIG, args, mesh, Programs())
+    steps.prepare_training(make_adamw(args, 1000)[0])
+    shapes = [_shape(args)]
+    jobs = list(steps.train_jobs(shapes))
+    if args.eval_strategy != "no" or args.eval_on_start:
+        jobs += steps.eval_jobs(shapes, scored)
+    remat = "full" if args.gradient_checkpointing else "matmuls"
+    loop = "" if args.compile_effort == "low" else ", unrolled"
+    for job in jobs:
+        yield _program(f"sft {args.loss_type} {steps.dtype} {remat}{loop}", job, 1 if mesh is None else mesh.size)
 
 
-def _uncounted(x: Any) -> Any:
-    """The tables that Neuron is given where this machine's CPU ends a loop early."""
-    return BlockTables(*x) if _is_counted(x) else x
+def _grpo_steps() -> Iterator[DeviceProgram]:
+    """GRPO's train step: what the options add to a program, in as few of them as show it."""
+    optimizer, params = make_adamw(SFTConfig(), 1000)[0], abstract_params(CONFIG)
+    state = jax.eval_shape(lambda p: TrainState.create(p, optimizer), params)
+    batch = make_batch([concat_rows([])], _shape(SFTConfig()))
+    columns: dict[str, Any] = dict.fromkeys(TERM_COLUMNS, batch.weight)
+    sequence = {"importance_sampling_level": "sequence", "importance_sampling_mode": "sequence_truncate"}
+    options: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("clipped token", "float32", {}),
+        (
+            "cispo token",
+            "bfloat16",
+            {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_mode": "token_mask"},
+        ),
+        ("clipped sequence", "bfloat16", {**sequence, "delta": 2.0, "beta": 0.1, "temperature": 0.7}),
+    )
+    for name, dtype, chosen in options:
+        step = make_grpo_step(CONFIG, optimizer, dtype=jnp.dtype(dtype), **chosen)
+        yield DeviceProgram(f"grpo {name} {dtype} train", step.fused, (state, batch._replace(**columns)))
+        sums = jax.eval_shape(step.init, params)
+        yield DeviceProgram(f"grpo {name} {dtype} update", step.apply, (state, sums))
+
+
+def _shape(args: SFTConfig) -> ShapeClass:
+    """Of a row of several sequences, by the rule of the options."""
+    sample = Sample(np.arange(300, dtype=np.int32), np.ones(300, bool))
+    row = concat_rows([sample] * 5)
+    rule = args.pad_to_multiple_of or "none"
+    return ShapeSet.from_setting("auto" if str(rule).startswith("fixed") else rule).classify([row])
+
+
+def sampler_programs(dtype: str) -> Iterator[DeviceProgram]:
+    """Weight update, prefill, insert, and both ways to decode."""
+    kind = jnp.dtype(dtype)
+    weights = jax.jit(partial(make_weights, CONFIG, kind))
+    yield DeviceProgram(f"sampler {dtype} weights", weights, (abstract_params(CONFIG),))
+    engine = Engine(CONFIG, init_params(CONFIG, 0), SLOTS, CALL, kind, kind)
+    engine.reserve(LENGTH)
+    for job in engine.jobs(LENGTH):
+        yield _program(f"sampler {dtype}", job, 1)
+
+
+def _program(name: str, job: Job, devices: int) -> DeviceProgram:
+    shape = f" {job.shape}" if job.shape else ""
+    where = f" on {devices} devices" if devices > 1 else ""
+    return DeviceProgram(f"{name} {job.kind}{shape}{where}", job.function, job.args, devices)
+
+
+def config_mesh(args: SFTConfig, devices: int) -> Mesh | None:
+    """The mesh of a run with these options on so many devices. Raises ValueError where there are fewer here."""
+    return make_mesh(devices) if devices > 1 else None
+
+
+def config_programs(args: SFTConfig, devices: int) -> Iterator[DeviceProgram]:
+    """The programs of a run with these options on so many devices."""
+    return sft_programs(args, config_mesh(args, devices))

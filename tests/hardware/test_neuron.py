@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxtrl.hardware.neuron import lint
+from jaxtrl.hardware.neuron import as_on_neuron, lint
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params
 from jaxtrl.rows.batch import Sample, concat_rows, make_batch
@@ -96,9 +96,23 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_operation_is_found(name):
+def test_planted_operation_is_found_with_its_line(name):
     function, args, operation = PLANTED[name]
-    assert operation in found(function, *args)
+    findings = lint(jax.jit(function), *args)
+    (source, *_) = [finding.source for finding in findings if finding.operation == operation]
+    assert ".py:" in source
+
+
+@pytest.mark.parametrize("name", ["sort", "cumsum", "take_along_axis", "debug.print", "cond"])
+def test_the_line_is_that_of_the_user(name):
+    function, args, _ = PLANTED[name]
+    assert any("test_neuron.py:" in finding.source for finding in lint(jax.jit(function), *args))
+
+
+def test_code_under_the_lint_is_told_that_it_is_on_neuron():
+    with as_on_neuron():
+        assert jax.default_backend() == "neuron"
+    assert jax.default_backend() == "cpu"
 
 
 @pytest.mark.parametrize("name", ["sort", "cond", "cumsum"])

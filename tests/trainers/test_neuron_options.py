@@ -11,7 +11,8 @@ from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.train.compiled import Programs
 from jaxtrl.trainers.sft_config import SFTConfig
-from jaxtrl.trainers.sft_steps import SFTSteps, make_adamw
+from jaxtrl.trainers.sft_steps import SFTSteps
+from jaxtrl.trainers.steps import make_adamw
 from tests.trainers.conftest import tiny_qwen3
 
 COMMAND = """
