@@ -6,6 +6,7 @@ import logging
 import numbers
 import pickle
 import queue
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -54,10 +55,12 @@ def check_reward_functions(functions: Sequence[Any], columns: Sequence[str]) -> 
 
 
 def check_picklable(functions: Sequence[RewardFunction]) -> None:
-    """Raises TypeError by name for a function that cannot be sent to another process (a lambda, a closure)."""
+    """Raises TypeError by name for a function that another process cannot have (a lambda, a closure, of a notebook)."""
     for function in functions:
         try:
             pickle.dumps(function)
+            if getattr(function, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+                raise TypeError("it is defined in an interactive session")
         except Exception as error:  # whatever __reduce__ raises
             raise TypeError(
                 f"the reward function {function_name(function)} cannot be sent to a rollout worker ({error}): define "

@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import re
+import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -116,6 +118,20 @@ def test_unpicklable_functions_are_refused_by_name():
     for function, name in ((closure, "closure"), (lambda **_: [], "<lambda>")):
         with pytest.raises(TypeError, match=f"the reward function {name} cannot be sent to a rollout worker"):
             check_picklable([length, function])
+
+
+def test_a_function_of_a_notebook_is_refused(monkeypatch):
+    def typed(**_):
+        return []
+
+    main = types.ModuleType("__main__")
+    main.typed = typed
+    typed.__module__, typed.__qualname__ = "__main__", "typed"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(TypeError, match=r"typed cannot be sent to a rollout worker .it is defined in an interactive"):
+        check_picklable([typed])
+    main.__file__ = "train.py"
+    check_picklable([typed])
 
 
 def test_a_signature_without_room_is_refused_by_name():
