@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxtrl.model.sharding import Shards, add_rows, gather, own_ids, sum_over_tensor, take_rows, vary, varying_axes
 
 MAX_CHUNK = 1024  # slots; the kept [vocabulary, chunk] buffer is the largest array of a step
+CUT_CHUNK = 512  # the same where parameters are cut over "fsdp" for the sake of memory; each chunk gathers all blocks
 BLOCK_ENTRIES = 2**19  # of a block of logits; measured on a CPU with 1 MiB of L2 cache per core
 ROUNDING = 2.0**-18  # of a sum of float32 products, relative to the sum of their magnitudes
 
@@ -65,6 +66,7 @@ def score(
     """
     if temperature <= 0 or chunk < 1:
         raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")
+    chunk = min(chunk, max_chunk(shards))
     axes = varying_axes((hidden, weight, target, cotangent))
     hidden, weight = vary((hidden, weight), axes)  # so the gradient of hidden is summed over "tensor"
     target, cotangent = vary((target, cotangent), axes - {"tensor"})
@@ -236,9 +238,14 @@ def _by_chunk(function, carry, slots, chunk):
     return carry, jax.tree.map(lambda x: x.reshape(count * size, *x.shape[2:])[:total], results)
 
 
-def kept_entries(vocab: int, slots: int, chunk: int = MAX_CHUNK) -> int:
+def max_chunk(shards: Shards) -> int:
+    """Slots that are computed at a time."""
+    return MAX_CHUNK if shards.fsdp == 1 else CUT_CHUNK
+
+
+def kept_entries(vocab: int, slots: int, shards: Shards = Shards()) -> int:
     """Entries of the buffer that holds one chunk's exponentials, the largest array of a train step."""
-    slots = _chunk_size(slots, chunk)
+    vocab, slots = vocab // shards.tensor, _chunk_size(slots, max_chunk(shards))
     size = _Blocks.size(vocab, slots)
     return -(-vocab // size) * size * slots
 

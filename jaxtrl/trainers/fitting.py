@@ -9,7 +9,7 @@ from jaxtrl.hardware.memory import device_memory
 from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.train.compiled import Job
 from jaxtrl.train.memory import FACTOR, StepMemory, step_memory
-from jaxtrl.train.mesh import row_count
+from jaxtrl.train.mesh import shards_of
 from jaxtrl.trainers.steps import TrainSteps
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def fit_of(steps: TrainSteps, shapes: Iterable[ShapeClass], limit: int | None = 
     """Of the class that needs most. `limit`: bytes of a device (None: asked of the devices here)."""
     if limit is None:
         device = jax.devices()[0]
-        limit = device_memory(device, row_count(steps.mesh))
+        limit = device_memory(device, 1 if steps.mesh is None else steps.mesh.size)
     opt_state = steps.abstract_state().opt_state
     memory, shape = max(
         (
@@ -65,6 +65,7 @@ def fit_of(steps: TrainSteps, shapes: Iterable[ShapeClass], limit: int | None = 
                     remat=steps.remat,
                     unroll=steps.unroll,
                     accumulates=not steps.fuses,
+                    shards=shards_of(steps.mesh),
                 ),
                 shape,
             )
