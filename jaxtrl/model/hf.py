@@ -110,30 +110,57 @@ def same_bytes(a: TensorLike, b: TensorLike) -> bool:
 
 
 def params_from_hf(
-    config: Qwen3Config, tensors: Mapping[str, TensorLike], *, dtype: DTypeLike | None = None, where: str = "checkpoint"
+    config: Qwen3Config,
+    tensors: Mapping[str, TensorLike],
+    *,
+    dtype: DTypeLike | None = None,
+    where: str = "checkpoint",
+    shardings: Any = None,
 ) -> dict[str, Any]:
     """The parameters (numpy, as `model_params` nests them) of Hugging Face tensors, in `dtype` or as they are stored.
 
-    Tensors are read and placed one after the other, so the peak is one copy of the model and one tensor. Raises
-    ValueError as `match_tensors` does, where one kernel has two stored dtypes in different layers, and where float16
-    overflows.
+    With `shardings` (a pytree of them like the parameters) they are device arrays that are cut so, and a process reads
+    its own devices' parts. Tensors are read and placed one after the other, so the peak on the host is one copy of the
+    model and one tensor or, with shardings, one parameter's parts and one tensor. Raises ValueError as `match_tensors`
+    does, where one kernel has two stored dtypes in different layers, and where float16 overflows.
     """
     matched = match_tensors(config, tensors, where)
     shapes, treedef = jax.tree_util.tree_flatten_with_path(abstract_params(config))
-    leaves: dict[tuple[str, ...], np.ndarray] = {}
-    shape_of = {tuple(key.key for key in path): leaf.shape for path, leaf in shapes}
+    entries: dict[tuple[str, ...], list[Entry]] = {}
     for entry in hf_layout(config):
-        tensor = matched[entry.name]
-        if entry.path not in leaves:
-            leaves[entry.path] = np.empty(shape_of[entry.path], np.dtype(dtype or tensor.dtype))
-        leaf = leaves[entry.path]
-        if dtype is None and tensor.dtype != leaf.dtype:
-            raise ValueError(
-                f"{where}: tensor {entry.name} is {tensor.dtype}, other layers are {leaf.dtype}: give a dtype"
-            )
-        target = leaf if entry.layer is None else leaf[entry.layer]
-        _place(target.T if entry.transposed else target, np.asarray(tensor), entry.name)
-    return jax.tree_util.tree_unflatten(treedef, [leaves[path] for path in shape_of])
+        entries.setdefault(entry.path, []).append(entry)
+    cut = [None] * len(shapes) if shardings is None else jax.tree.leaves(shardings)
+    leaves = []
+    for (path, leaf), sharding in zip(shapes, cut, strict=True):
+        own = entries[tuple(key.key for key in path)]
+        kind = np.dtype(dtype or matched[own[0].name].dtype)
+        for entry in own:
+            if dtype is None and matched[entry.name].dtype != kind:
+                stored = matched[entry.name].dtype
+                raise ValueError(f"{where}: tensor {entry.name} is {stored}, other layers are {kind}: give a dtype")
+        leaves.append(_read_leaf(leaf.shape, kind, sharding, own, matched))
+    return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def _read_leaf(shape, dtype, sharding, entries: list[Entry], tensors: Mapping[str, TensorLike]) -> Any:
+    """One parameter from the tensors of its layers: a numpy array, or a device array cut by `sharding`."""
+    whole = (slice(None),) * len(shape)
+    indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    parts = {_bounds(index, shape): index for index in indices}
+    arrays = {bounds: np.empty([end - start for start, end in bounds], dtype) for bounds in parts}
+    for entry in entries:
+        tensor = np.asarray(tensors[entry.name])
+        tensor = tensor.T if entry.transposed else tensor
+        for bounds, index in parts.items():  # layers are never cut
+            part, source = arrays[bounds], tensor[index if entry.layer is None else index[1:]]
+            _place(part if entry.layer is None else part[entry.layer], source, entry.name)
+    if sharding is None:
+        return arrays[_bounds(whole, shape)]
+    return jax.make_array_from_callback(shape, sharding, lambda index: arrays[_bounds(index, shape)])
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
 
 
 def params_to_hf(
@@ -236,19 +263,22 @@ def _hub_snapshot(name: str, revision: str | None) -> Path:
 
 
 def load_params(
-    name: str | Path, *, dtype: DTypeLike | None = None, revision: str | None = None
+    name: str | Path, *, dtype: DTypeLike | None = None, revision: str | None = None, shardings: Any = None
 ) -> tuple[Qwen3Config, dict[str, Any]]:
     """(config, parameters as numpy arrays) of a Hugging Face folder, a `to-flax` folder, or a hub id.
 
-    `dtype=None` keeps the stored one. Nothing touches a device, so a caller can place the leaves as it likes.
+    `dtype=None` keeps the stored one. Nothing touches a device, so a caller can place the leaves as it likes; with
+    `shardings` they come as device arrays (see `params_from_hf`; of a `to-flax` folder the host reads all of them).
     """
     folder = resolve_model(name, revision)
     config = Qwen3Config.from_pretrained(folder)
     if not flax_folder.is_flax_folder(folder):
-        return config, params_from_hf(config, open_tensors(folder), dtype=dtype, where=str(folder))
+        options: dict[str, Any] = {"dtype": dtype, "where": str(folder), "shardings": shardings}
+        return config, params_from_hf(config, open_tensors(folder), **options)
     params = flax_folder.read_params(folder)
     check_params(config, params, where=str(folder))
-    return config, params if dtype is None else _cast_in_place(params, np.dtype(dtype))
+    params = params if dtype is None else _cast_in_place(params, np.dtype(dtype))
+    return config, params if shardings is None else jax.device_put(params, shardings)
 
 
 def check_weights(folder: Path, config: Qwen3Config) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from datasets import IterableDataset
 from jax.sharding import Mesh
@@ -20,7 +19,7 @@ from jaxtrl.rows.order import BatchSizes, epoch_order
 from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeReport
 from jaxtrl.train.compiled import Programs
-from jaxtrl.train.mesh import make_mesh, row_count
+from jaxtrl.train.mesh import mesh_of, row_count, shards_of
 from jaxtrl.trainers.data import Batches, Lines, Packing, RunBatches
 from jaxtrl.trainers.extent import Extent
 from jaxtrl.trainers.foresight import fix_shapes
@@ -82,7 +81,8 @@ def prepare(
     a stream, whose lengths are not known."""
     if args.dataset_streaming or isinstance(train, IterableDataset):
         raise ValueError("dataset_streaming: a plan needs the lengths of all rows, leave it out to plan")
-    mesh = make_mesh() if jax.device_count() > 1 else None
+    mesh = mesh_of(args.mesh_sizes())
+    shards_of(mesh).check(config)
     devices = row_count(mesh)
     data, batches = make_batches("train", train, tokenizer, args, config.vocab_size, devices)
     every = {"train": batches}

@@ -38,6 +38,11 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     return Mesh(np.array(devices[:count]).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def mesh_of(sizes: dict[str, int]) -> Mesh | None:
+    """`make_mesh(**sizes)`; without sizes that of all devices, or None for one device."""
+    return make_mesh(**sizes) if sizes or jax.device_count() > 1 else None
+
+
 def shards_of(mesh: Mesh | None) -> Shards:
     """Into how many parts the mesh cuts the parameters."""
     return Shards() if mesh is None else Shards(mesh.shape["fsdp"], mesh.shape["tensor"])

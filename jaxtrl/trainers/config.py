@@ -69,6 +69,12 @@ class TrainConfig(metaclass=OptionsType):
     neuron_cores: int | str | None = option(
         None, "Its cores that this process has: one (3) or a range (0-3); none: all of them.", group="devices"
     )
+    mesh: str | None = option(
+        None,
+        "How devices are used, as data=2,fsdp=4,tensor=1: data splits the batch; fsdp too, and cuts parameters and "
+        "optimizer state; tensor cuts the computation on a row (none: all devices are data).",
+        group="devices",
+    )
     donate_buffers: bool = option(
         True,
         "Steps write new parameters and optimizer state over the old ones; false needs twice their memory, for a "
@@ -222,6 +228,7 @@ class TrainConfig(metaclass=OptionsType):
                 raise ValueError(f"{name}: expected less than 1, got {getattr(self, name)!r}")
         if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
             raise ValueError(f"warmup_steps: expected a whole number or a share below 1, got {self.warmup_steps!r}")
+        self.mesh_sizes()
         if self.neuron_instance is not None:
             try:
                 cores_of(self.neuron_instance, self.neuron_cores)
@@ -253,6 +260,16 @@ class TrainConfig(metaclass=OptionsType):
                     "load_best_model_at_end: save_steps must be a multiple of eval_steps, "
                     f"got {self.save_steps} and {self.eval_steps}"
                 )
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """What `mesh` says, by axis; raises ValueError for another syntax."""
+        sizes: dict[str, int] = {}
+        for part in self.mesh.replace(" ", "").split(",") if self.mesh else ():
+            name, _, size = part.partition("=")
+            if name not in ("data", "fsdp", "tensor") or name in sizes or not size.isdigit() or int(size) < 1:
+                raise ValueError(f"mesh: expected sizes from 1 on like data=2,fsdp=4,tensor=1, got {self.mesh!r}")
+            sizes[name] = int(size)
+        return sizes
 
     def compute_dtype(self) -> str:
         """`"bfloat16"` or `"float32"`: what `bf16` says, by the backend in use where it is unset (starts JAX)."""

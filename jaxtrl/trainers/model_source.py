@@ -24,7 +24,7 @@ class FoundModel(NamedTuple):
     config: Qwen3Config
     source: Path | None  # the folder; None for an instance
     stored_dtype: str  # of the weights in the folder
-    load_params: Callable[[], dict[str, Any]]  # float32
+    load_params: Callable[..., dict[str, Any]]  # float32; of (a pytree of shardings, or None: on the host)
 
 
 def find_model(model: str | Path | Qwen3) -> FoundModel:
@@ -33,7 +33,7 @@ def find_model(model: str | Path | Qwen3) -> FoundModel:
     Raises FileNotFoundError, ValueError or TypeError for a folder whose config, index or weight headers are wrong.
     """
     if isinstance(model, Qwen3):
-        return FoundModel(model.config, None, "float32", lambda: model_params(model))
+        return FoundModel(model.config, None, "float32", lambda shardings=None: model_params(model))
     if not isinstance(model, str | Path):
         raise TypeError(f"model must be a path, a hub id or a jaxtrl.Qwen3, not {type(model).__name__}.")
     folder = resolve_model(model)
@@ -43,7 +43,11 @@ def find_model(model: str | Path | Qwen3) -> FoundModel:
     if stored not in STORED_DTYPES:
         raise ValueError(f"{folder / 'config.json'}: dtype {stored!r} is none of {', '.join(STORED_DTYPES)}.")
     check_weights(folder, config)
-    return FoundModel(config, folder, stored, lambda: load_params(folder, dtype=np.float32)[1])
+
+    def load(shardings: Any = None) -> dict[str, Any]:
+        return load_params(folder, dtype=np.float32, shardings=shardings)[1]
+
+    return FoundModel(config, folder, stored, load)
 
 
 def load_tokenizer(source: Path | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

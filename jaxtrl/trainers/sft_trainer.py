@@ -8,9 +8,9 @@ from typing import Any
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxtrl.model.qwen3 import Qwen3
+from jaxtrl.model.qwen3 import Qwen3, abstract_params
 from jaxtrl.rows.order import BatchSizes, DataPosition
-from jaxtrl.train.mesh import row_count
+from jaxtrl.train.mesh import param_shardings, row_count
 from jaxtrl.trainers import refused, report, saving
 from jaxtrl.trainers.data import Batches
 from jaxtrl.trainers.evaluation import EvalPrediction, evaluate
@@ -75,7 +75,7 @@ class SFTTrainer(Trainer):
                 self._data[name], self._batches[name] = self._prepare(name, dataset)
         if self.args.eval_strategy != "no" and not self._data.keys() - {"train"}:
             raise ValueError("eval_dataset is missing: eval_strategy is set, so give data to evaluate on.")
-        self._params = self._found.load_params()
+        self._params = self._found.load_params(param_shardings(abstract_params(self.config), self.mesh))
         self.compute_metrics = compute_metrics
         self.steps = SFTSteps(self.config, self.args, self.mesh, self.programs)
         self._call("on_init_end")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -20,7 +19,7 @@ from jaxtrl.rows.chat import set_chat_template
 from jaxtrl.rows.order import DataPosition
 from jaxtrl.train.checkpoint import restore, step_of
 from jaxtrl.train.compiled import Program, Programs
-from jaxtrl.train.mesh import make_mesh
+from jaxtrl.train.mesh import mesh_of, shards_of
 from jaxtrl.train.state import TrainState
 from jaxtrl.trainers import report, saving
 from jaxtrl.trainers.callbacks import Callbacks, TrainerControl, TrainerState
@@ -68,8 +67,9 @@ class Trainer:
         self.display = Display(None if args.disable_tqdm is None else not args.disable_tqdm, columns=columns)
         set_compile_effort(args.compile_effort)
         self.compile_cache = enable_compile_cache(args.compile_cache)
-        self.mesh = make_mesh() if mesh is None and jax.device_count() > 1 else mesh
+        self.mesh = mesh_of(args.mesh_sizes()) if mesh is None else mesh
         self.config = found.config
+        shards_of(self.mesh).check(self.config)
         self._source = found.source
         self.processing_class = processing_class or load_tokenizer(found.source, args.trust_remote_code)
         if args.chat_template_path is not None:

@@ -10,6 +10,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import init_params
 from jaxtrl.train.checkpoint import (
     CheckpointError,
     CheckpointWriter,
@@ -18,6 +20,10 @@ from jaxtrl.train.checkpoint import (
     remove_leftovers,
     restore,
 )
+from jaxtrl.train.mesh import make_mesh, param_shardings
+from jaxtrl.train.optimizer import make_optimizer
+from jaxtrl.train.state import TrainState, state_shardings
+from tests.fixture_t import CONFIG
 
 
 class State(NamedTuple):
@@ -48,6 +54,22 @@ def assert_same(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def test_another_mesh_than_the_one_that_saved(tmp_path):
+    """Cut in eight, then in four otherwise, then whole: the same bits on each mesh."""
+    config, optimizer = Qwen3Config.from_dict(CONFIG), make_optimizer(1e-3, 10)
+    params = init_params(config, 0)
+    cut = jax.device_put(params, param_shardings(params, make_mesh(1, 4, 2)))
+    state = TrainState.create(cut, optimizer)
+    state = state._replace(opt_state=jax.tree.map(lambda x: x + 3, state.opt_state))
+    path = write(tmp_path, state)
+    for mesh in (make_mesh(2, 2, 1), make_mesh(1, 1, 2), make_mesh(1)):
+        shardings = state_shardings(config, optimizer, mesh)
+        like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+        restored = restore(path, like)
+        assert_same(restored, state)
+        assert jax.tree.map(lambda x: x.sharding, restored) == shardings
 
 
 def test_round_trip_is_bitwise(tmp_path):

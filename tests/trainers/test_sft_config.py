@@ -33,6 +33,7 @@ ADDED = {
     "batch_window",
     "neuron_instance",
     "neuron_cores",
+    "mesh",
     "donate_buffers",
 }
 
@@ -74,7 +75,7 @@ def test_script_options_are_trls():
 
     fields = [f for c in (trl.ScriptArguments, trl.ModelConfig, DatasetMixtureConfig) for f in dataclasses.fields(c)]
     own = {"compile_cache", "compile_effort", "warmup", "max_programs", "batch_window"}
-    own |= {"neuron_instance", "neuron_cores", "donate_buffers"}
+    own |= {"neuron_instance", "neuron_cores", "mesh", "donate_buffers"}
     supported = ADDED - {"eval_dataset_name", "chat_template_kwargs"} - own
     assert {field.name for field in fields} == (refused.SCRIPT.keys() - {"env"}) | supported
     for field in fields:
@@ -154,6 +155,8 @@ def test_a_wrong_value_names_its_option(name, value, expected):
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 300}, "multiple .* got 500 and 300"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.1}, "multiple"),
         ({"save_strategy": "best"}, "save_strategy: best needs evaluations"),
+        ({"mesh": "fsdp=2,cores=4"}, "mesh: expected sizes from 1 on like data=2,fsdp=4,tensor=1, got 'fsdp=2,cores"),
+        ({"mesh": "fsdp=0"}, "mesh: expected sizes from 1 on"),
         ({"neuron_cores": "0-3"}, "neuron_cores: set neuron_instance too"),
         ({"neuron_instance": "trn2.3xlarge", "neuron_cores": "0-1"}, "neuron_cores: .* allowed are 0, 1, 2, 3; 0-3"),
     ],

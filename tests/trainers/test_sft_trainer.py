@@ -8,7 +8,7 @@ import optax
 import pytest
 from datasets import Dataset, IterableDataset
 
-from jaxtrl.model.hf import load_pretrained
+from jaxtrl.model.hf import load_params, load_pretrained
 from jaxtrl.model.qwen3 import model_params
 from jaxtrl.train.checkpoint import find_checkpoints
 from jaxtrl.train.mesh import make_mesh
@@ -329,6 +329,31 @@ def test_two_devices_take_the_same_steps_as_one(make_trainer):
     two.train()
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(two, "num_tokens") == logged(one, "num_tokens")
+
+
+@pytest.mark.slow
+def test_a_cut_model_is_trained_saved_and_resumed_as_a_whole_one(make_trainer):
+    """`mesh` as an option; evaluation, checkpoints and the final model too; a checkpoint goes on on another mesh."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    data = {"eval_dataset": token_rows((6, 9))}
+    whole = make_trainer("whole", trainer={**data, "mesh": make_mesh(2)}, **options)
+    whole.train()
+    cut = make_trainer("cut", trainer={**data, "mesh": None}, mesh="data=1,fsdp=2,tensor=2", **options)
+    assert {shard.data.shape for shard in cut.steps.place(cut.params)["embed_tokens"].addressable_shards} == {(32, 16)}
+    cut.train()
+    assert logged(cut, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
+    assert logged(cut, "eval_loss") == pytest.approx(logged(whole, "eval_loss"), rel=1e-5)
+    found, expected = (load_params(trainer.args.output_dir)[1] for trainer in (cut, whole))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+    again = make_trainer("cut", trainer={**data, "mesh": None}, mesh="data=2,tensor=2", **options)
+    again.train(Path(cut.args.output_dir) / "checkpoint-2")
+    assert logged(again, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
+    assert again.programs.metrics()["programs_unforeseen"] == 0
+
+
+def test_a_mesh_that_does_not_fit_the_model_is_refused(make_trainer):
+    with pytest.raises(ValueError, match="mesh axis tensor is 4, but the model's num_key_value_heads is 2"):
+        make_trainer(trainer={"mesh": None}, mesh="data=1,tensor=4")
 
 
 def test_shuffle_dataset_changes_the_data_once(make_trainer):
