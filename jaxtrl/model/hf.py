@@ -145,8 +145,8 @@ def params_from_hf(
 def _read_leaf(shape, dtype, sharding, entries: list[Entry], tensors: Mapping[str, TensorLike]) -> Any:
     """One parameter from the tensors of its layers: a numpy array, or a device array cut by `sharding`."""
     whole = (slice(None),) * len(shape)
-    indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
-    parts = {_bounds(index, shape): index for index in indices}
+    indices: dict[Any, Any] = {None: whole} if sharding is None else sharding.addressable_devices_indices_map(shape)
+    parts = {_bounds(index, shape): index for index in indices.values()}
     arrays = {bounds: np.empty([end - start for start, end in bounds], dtype) for bounds in parts}
     for entry in entries:
         tensor = np.asarray(tensors[entry.name])
