@@ -156,7 +156,11 @@ def _read_leaf(shape, dtype, sharding, entries: list[Entry], tensors: Mapping[st
             _place(part if entry.layer is None else part[entry.layer], source, entry.name)
     if sharding is None:
         return arrays[_bounds(whole, shape)]
-    return jax.make_array_from_callback(shape, sharding, lambda index: arrays[_bounds(index, shape)])
+
+    def part_at(index: Any) -> np.ndarray:
+        return arrays[_bounds(index, shape)]
+
+    return jax.make_array_from_callback(shape, sharding, part_at)
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
