@@ -143,6 +143,7 @@ def answer(args: Any, sampler: Any, tokenizer: Any, ids: list[list[int]]) -> Non
     """All completions of the prompts, to the terminal or to `--output`; tokens per second at the end on stderr."""
     alone = len(ids) == args.num_generations == 1 and args.output is None
     printer = Printer(tokenizer)
+    compiled = sampler.engine.programs.seconds
     start, tokens = time.perf_counter(), 0
     with ExitStack() as stack:
         file = None if args.output is None else stack.enter_context(open(args.output, "w", encoding="utf-8"))
@@ -153,8 +154,12 @@ def answer(args: Any, sampler: Any, tokenizer: Any, ids: list[list[int]]) -> Non
                 printer.end()
             else:
                 _write(done, tokenizer.decode(done.token_ids, skip_special_tokens=True), file)
-    seconds = time.perf_counter() - start
-    print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s with compiling", file=sys.stderr)
+    seconds, compiling = time.perf_counter() - start, sampler.engine.programs.seconds - compiled
+    print(
+        f"{tokens} tokens in {seconds:.1f} s, {tokens / (seconds - compiling):.1f} tokens/s without the "
+        f"{compiling:.1f} s of compiling, {tokens / seconds:.1f} with them",
+        file=sys.stderr,
+    )
 
 
 def _write(done: Any, text: str, file: TextIO | None) -> None:
@@ -168,16 +173,35 @@ def _write(done: Any, text: str, file: TextIO | None) -> None:
 
 
 def chat(args: Any, sampler: Any, tokenizer: Any) -> None:
-    """Turns until an empty line or the end of the input; every turn has all before it as its prompt."""
+    """Turns until an empty line or the end of the input; every turn has all before it as its prompt.
+
+    Where that does not fit max_length any more, the oldest turns are left out; the user is told.
+    """
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]
     tools = None if args.tools is None else _json(Path(args.tools).read_text(encoding="utf-8"), args.tools)
+    first = len(messages)
     while text := _ask():
         messages.append({"role": "user", "content": text})
         ids = encode(args, tokenizer, Prompt(messages, tools))
+        dropped = 0
+        while len(ids) + args.max_new_tokens > sampler.max_length and len(messages) > first + 1:
+            del messages[first : first + 2]
+            dropped += 2
+            ids = encode(args, tokenizer, Prompt(messages, tools))
+        if dropped:
+            print(f"(the oldest {dropped} messages are left out: {_too_long(args, sampler)})", file=sys.stderr)
+        if len(ids) + args.max_new_tokens > sampler.max_length:
+            messages.pop()
+            print(f"(this message of {len(ids)} tokens is too long: {_too_long(args, sampler)})", file=sys.stderr)
+            continue
         printer = Printer(tokenizer)
         (done,) = sampler.stream([ids], args.sampling_params(), on_tokens=printer)
         printer.end()
         messages.append({"role": "assistant", "content": tokenizer.decode(done.token_ids, skip_special_tokens=True)})
+
+
+def _too_long(args: Any, sampler: Any) -> str:
+    return f"the chat and {args.max_new_tokens} new tokens do not fit --max_length {sampler.max_length}"
 
 
 def _ask() -> str:

@@ -1,6 +1,7 @@
 """`python -m jaxtrl.generate`: the embedded default, files of prompts, chat, wrong input."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -22,7 +23,7 @@ def test_the_default_answers_a_sample_prompt(capsys, monkeypatch):
     assert generate.main(["--max_new_tokens", "9", "--seed", "3"]) == 0
     first = capsys.readouterr()
     assert len(first.out) > 1
-    assert first.err.startswith("9 tokens in ")
+    assert re.match(r"9 tokens in .* tokens/s without the \d+\.\d s of compiling, .* with them", first.err)
     assert generate.main(["--max_new_tokens", "9", "--seed", "3", "--prompt", generate.SAMPLE]) == 0
     assert capsys.readouterr().out == first.out
 
@@ -111,6 +112,24 @@ def test_a_chat_keeps_its_turns_and_ends_at_an_empty_line(tokenizer, capsys, mon
     assert capsys.readouterr().out.startswith(first + "\n")
     assert seen[1].index("How are you?") < seen[1].index(first) < seen[1].index("And why?")
     assert "And why?" not in seen[0]
+
+
+def test_a_chat_that_outgrows_max_length_says_what_it_leaves_out(tokenizer, capsys, monkeypatch):
+    sampler = Sampler(tiny_model(0)[0], slots=1, max_length=72, eos_token_id=())
+    prompts = []
+    stream = sampler.stream
+    monkeypatch.setattr(sampler, "stream", lambda ids, *a, **k: (prompts.append(ids[0]), stream(ids, *a, **k))[1])
+    turns = iter(["How are you?", "What is one and one?", "word " * 200, "And why?", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(turns))
+    generate.chat(GenerateConfig(seed=5, max_new_tokens=24, system="Be brief."), sampler, tokenizer)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in said if "left out" in line]
+    assert sum("this message of" in line for line in said) == 1
+    assert all("24 new tokens do not fit --max_length 72" in line for line in said)
+    assert len(prompts) == 3
+    assert all(len(ids) + 24 <= 72 and "Be brief." in tokenizer.decode(ids) for ids in prompts)
+    assert "And why?" in tokenizer.decode(prompts[-1])
+    assert "word word" not in tokenizer.decode(prompts[-1])
 
 
 def test_half_a_character_waits_for_the_rest(capsys):

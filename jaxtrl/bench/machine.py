@@ -1,5 +1,6 @@
 """What the machine at hand can do at most: its matrix-product rate and its copy bandwidth."""
 
+import os
 import statistics
 import time
 
@@ -41,3 +42,13 @@ def peak_rss_gib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def rss_gib() -> float:
+    """Resident memory of this process now, in GiB (Linux; elsewhere its peak)."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+    except OSError:
+        return peak_rss_gib()
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30

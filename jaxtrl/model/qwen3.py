@@ -61,14 +61,14 @@ def _for_each_shard(x: Array, linear: Linear) -> Array:
 class Attention(nnx.Module):
     """Grouped-query attention with RMS-normalised queries and keys; `attention(q, k, v)` is given by the caller."""
 
-    def __init__(self, config: Qwen3Config, normal: Normal):
+    def __init__(self, config: Qwen3Config, normal: Normal, linear: type[Linear] = Linear):
         layers, hidden, d = config.num_hidden_layers, config.hidden_size, config.head_dim
         queries, keys, bias = config.num_attention_heads * d, config.num_key_value_heads * d, config.attention_bias
         self.head_dim = d
-        self.q_proj = Linear((layers, hidden, queries), bias, normal)
-        self.k_proj = Linear((layers, hidden, keys), bias, normal)
-        self.v_proj = Linear((layers, hidden, keys), bias, normal)
-        self.o_proj = Linear((layers, queries, hidden), bias, normal, summed=True)
+        self.q_proj = linear((layers, hidden, queries), bias, normal)
+        self.k_proj = linear((layers, hidden, keys), bias, normal)
+        self.v_proj = linear((layers, hidden, keys), bias, normal)
+        self.o_proj = linear((layers, queries, hidden), bias, normal, summed=True)
         self.q_norm = RMSNorm((layers, d), config.rms_norm_eps)
         self.k_norm = RMSNorm((layers, d), config.rms_norm_eps)
 
@@ -87,11 +87,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: Qwen3Config, normal: Normal):
+    def __init__(self, config: Qwen3Config, normal: Normal, linear: type[Linear] = Linear):
         layers, hidden, inner = config.num_hidden_layers, config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear((layers, hidden, inner), False, normal)
-        self.up_proj = Linear((layers, hidden, inner), False, normal)
-        self.down_proj = Linear((layers, inner, hidden), False, normal, summed=True)
+        self.gate_proj = linear((layers, hidden, inner), False, normal)
+        self.up_proj = linear((layers, hidden, inner), False, normal)
+        self.down_proj = linear((layers, inner, hidden), False, normal, summed=True)
 
     def __call__(self, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
         x = _for_each_shard(x, self.gate_proj)
@@ -104,14 +104,15 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each on the normalised residual stream. Training and decoding differ in `attention` only.
 
     The constructor stacks the parameters of all L layers on axis 0; the call takes a module that holds one slice.
+    `linear` is the class of its linear maps.
     """
 
-    def __init__(self, config: Qwen3Config, normal: Normal):
+    def __init__(self, config: Qwen3Config, normal: Normal, linear: type[Linear] = Linear):
         scales = (config.num_hidden_layers, config.hidden_size)
         self.input_layernorm = RMSNorm(scales, config.rms_norm_eps)
-        self.self_attn = Attention(config, normal)
+        self.self_attn = Attention(config, normal, linear)
         self.post_attention_layernorm = RMSNorm(scales, config.rms_norm_eps)
-        self.mlp = MLP(config, normal)
+        self.mlp = MLP(config, normal, linear)
 
     def __call__(self, x: Float[Array, "n d"], cos: Array, sin: Array, attention: Callable) -> Float[Array, "n d"]:
         x = x + self.self_attn(self.input_layernorm(x, x.dtype), cos, sin, attention)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrl.model.config import Qwen3Config
-from jaxtrl.model.qwen3 import abstract_params, init_params
+from jaxtrl.model.qwen3 import Linear, abstract_params, init_params
 from jaxtrl.rollout.decoding import make_weights
 from jaxtrl.rollout.engine import Engine
 from jaxtrl.rows.batch import TERM_COLUMNS, Sample, ShapeClass, concat_rows, make_batch
@@ -118,9 +118,9 @@ def _shape(args: SFTConfig) -> ShapeClass:
 def sampler_programs(dtype: str) -> Iterator[DeviceProgram]:
     """Weight update, prefill, insert, and both ways to decode."""
     kind = jnp.dtype(dtype)
-    weights = jax.jit(partial(make_weights, CONFIG, kind))
+    weights = jax.jit(partial(make_weights, CONFIG, kind, Linear))
     yield DeviceProgram(f"sampler {dtype} weights", weights, (abstract_params(CONFIG),))
-    engine = Engine(CONFIG, init_params(CONFIG, 0), SLOTS, CALL, kind, kind)
+    engine = Engine(CONFIG, init_params(CONFIG, 0), SLOTS, CALL, kind, kind, platform="neuron")
     engine.reserve(LENGTH)
     for job in engine.jobs(LENGTH):
         yield _program(f"sampler {dtype}", job, 1)

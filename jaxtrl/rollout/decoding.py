@@ -26,9 +26,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxtrl.model.attention import MASKED, attend
 from jaxtrl.model.config import Qwen3Config
-from jaxtrl.model.qwen3 import abstract_params, embed, model_graphdef
+from jaxtrl.model.qwen3 import DecoderLayer, Linear, RMSNorm, embed
 from jaxtrl.model.rope import rope_tables
 from jaxtrl.rollout.sampling import Controls, Drawn, draw_slots
+from jaxtrl.rollout.skinny import SkinnyLinear, product
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE, BlockTables
 
 BLOCK = DEFAULT_BLOCK_SIZE  # tokens copied from a prefilled row to a slot at a time; divides rows and columns
@@ -78,20 +79,23 @@ class SlotInputs(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _modules(config: Qwen3Config) -> tuple[Any, Any]:
+def _modules(config: Qwen3Config, linear: type[Linear]) -> tuple[Any, Any]:
     """Graph definitions of one layer and of the final norm."""
-    model = nnx.merge(model_graphdef(config), abstract_params(config))
-    return nnx.split(model.layers)[0], nnx.split(model.norm)[0]
+    layers = nnx.eval_shape(lambda: DecoderLayer(config, jnp.zeros, linear))
+    norm = nnx.eval_shape(lambda: RMSNorm((config.hidden_size,), config.rms_norm_eps))
+    return nnx.split(layers)[0], nnx.split(norm)[0]
 
 
-def make_weights(config: Qwen3Config, dtype: DTypeLike, params: Any) -> Weights:
+def make_weights(config: Qwen3Config, dtype: DTypeLike, linear: type[Linear], params: Any) -> Weights:
     """`model_params` as `Weights`: copies, so that a train step may go on to donate `params`.
 
     Layers are cut apart here, once per update: a program that slices stacked weights reads and writes them all again.
-    Norm scales stay float32, as training applies them.
+    Norm scales stay float32, as training applies them. Kernels are transposed for `SkinnyLinear`.
     """
 
     def cast(path, leaf):
+        if linear is SkinnyLinear and path[-1].key == "kernel":
+            leaf = leaf.T
         return jnp.array(leaf, jnp.float32 if path[-1].key == "scale" else dtype, copy=True)
 
     stacked, count = params["layers"], config.num_hidden_layers
@@ -101,17 +105,24 @@ def make_weights(config: Qwen3Config, dtype: DTypeLike, params: Any) -> Weights:
     return Weights(embedding, head, jax.tree.map(jnp.copy, params["norm"]), layers)
 
 
-def _apply_layers(config: Qwen3Config, weights: Weights, x: Array, positions: Array, attention: Callable) -> Array:
+def _apply_layers(
+    config: Qwen3Config, linear: type[Linear], weights: Weights, x: Array, positions: Array, attention: Callable
+) -> Array:
     """All layers on the embedded tokens `x`; `attention(layer, q, k, v)`."""
     cos, sin = rope_tables(positions, config.head_dim, config.rope_theta)
-    graphdef, _ = _modules(config)
+    graphdef, _ = _modules(config, linear)
     for number, layer in enumerate(weights.layers):
         x = nnx.merge(graphdef, layer)(x, cos, sin, partial(attention, number))
     return x
 
 
 def prefill(
-    config: Qwen3Config, dtype: DTypeLike, cache_dtype: DTypeLike, weights: Weights, row: PromptRow
+    config: Qwen3Config,
+    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
+    linear: type[Linear],
+    weights: Weights,
+    row: PromptRow,
 ) -> tuple[KeyValue, ...]:
     """Keys and values of the row's tokens, per layer; BLOCK empty ones follow, so that no copy reads past the end."""
     kept = []
@@ -121,7 +132,7 @@ def prefill(
         return attend(q, k, v, jnp.asarray(row.visible_until), row.tables)
 
     x = embed(weights.embedding, jnp.asarray(row.input_ids), dtype)
-    _apply_layers(config, weights, x, jnp.asarray(row.position_ids), attention)
+    _apply_layers(config, linear, weights, x, jnp.asarray(row.position_ids), attention)
     return tuple(kept)
 
 
@@ -174,12 +185,18 @@ def attend_cached(
 
 
 def decode(
-    config: Qwen3Config, dtype: DTypeLike, weights: Weights, caches: tuple[KeyValue, ...], inputs: SlotInputs
+    config: Qwen3Config,
+    dtype: DTypeLike,
+    linear: type[Linear],
+    weights: Weights,
+    caches: tuple[KeyValue, ...],
+    inputs: SlotInputs,
 ) -> tuple[tuple[KeyValue, ...], Drawn]:
     """The caches with k more tokens in every slot, and what was drawn, fields [k, slots]."""
+    is_skinny = linear is SkinnyLinear
     count, marks = inputs.uniforms.shape[0], inputs.marks
     length = jnp.asarray(inputs.length)
-    norm = nnx.merge(_modules(config)[1], weights.norm)
+    norm = nnx.merge(_modules(config, linear)[1], weights.norm)
 
     def step(carry, xs):
         token, tails, seen = carry
@@ -192,10 +209,10 @@ def decode(
             return attend_cached(q, caches[layer], added, length, number)
 
         x = embed(weights.embedding, token, dtype)
-        x = norm(_apply_layers(config, weights, x, length + number, attention), dtype)
-        logits = lax.dot_general(x, weights.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        x = norm(_apply_layers(config, linear, weights, x, length + number, attention), dtype)
+        logits = product(x, weights.head) if is_skinny else _product(x, weights.head)
         forbidden = None if marks is None else marks.stops & (number < marks.held)[:, None]
-        drawn = draw_slots(logits, uniform, inputs.controls, seen, forbidden)
+        drawn = draw_slots(logits, uniform, inputs.controls, seen, forbidden, halvings=3 if is_skinny else 1)
         if seen is not None:
             seen = seen | (lax.iota(jnp.int32, seen.shape[1]) == drawn.token[:, None])
         return (drawn.token, tuple(new_tails), seen), drawn
@@ -204,6 +221,10 @@ def decode(
     start = jnp.asarray(inputs.token), tails, None if marks is None else jnp.asarray(marks.seen)
     (_, tails, _), drawn = lax.scan(step, start, (jnp.arange(count, dtype=jnp.int32), jnp.asarray(inputs.uniforms)))
     return _merge(caches, tails, length), drawn
+
+
+def _product(x: Float[Array, "n i"], weight: Float[Array, "o i"]) -> Float[Array, "n o"]:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _append(tail: Array, new: Float[Array, "slots kv_heads d"], number: Array) -> Array:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxtrl.model.config import Qwen3Config
+from jaxtrl.model.qwen3 import Linear
 from jaxtrl.rollout.decoding import (
     BLOCK,
     KeyValue,
@@ -23,6 +24,7 @@ from jaxtrl.rollout.decoding import (
     prefill,
 )
 from jaxtrl.rollout.sampling import Controls, Drawn
+from jaxtrl.rollout.skinny import COMPILER_OPTIONS, SkinnyLinear
 from jaxtrl.rows.batch import pad_visible
 from jaxtrl.rows.blocks import CountedTables, block_tables
 from jaxtrl.rows.ladder import ShapeSet
@@ -74,19 +76,30 @@ class Engine:
 
     Every program is compiled once per shape and counted in `programs`: "weights" one, "prefill" one per token class,
     "insert" one per token class and cache length, "decode" two per cache length. `columns` is 0 until `reserve`.
+    On the `platform` "cpu" (default: that in use) products are those of `skinny`.
     """
 
     def __init__(
-        self, config: Qwen3Config, params: Any, slots: int, call: int, dtype: DTypeLike, cache_dtype: DTypeLike
+        self,
+        config: Qwen3Config,
+        params: Any,
+        slots: int,
+        call: int,
+        dtype: DTypeLike,
+        cache_dtype: DTypeLike,
+        platform: str | None = None,
     ):
         self.config, self.slots, self.call = config, slots, call
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         self.columns = 0
         self.programs = Programs()
-        self._make_weights = jax.jit(partial(make_weights, config, self.dtype))
-        self._prefill = jax.jit(partial(prefill, config, self.dtype, self.cache_dtype))
+        cpu = (platform or jax.default_backend()) == "cpu"
+        linear = SkinnyLinear if cpu else Linear
+        self._make_weights = jax.jit(partial(make_weights, config, self.dtype, linear))
+        self._prefill = jax.jit(partial(prefill, config, self.dtype, self.cache_dtype, linear))
         self._insert = jax.jit(insert, donate_argnums=0)
-        self._decode = jax.jit(partial(decode, config, self.dtype), donate_argnums=1)
+        options = COMPILER_OPTIONS if cpu else None
+        self._decode = jax.jit(partial(decode, config, self.dtype, linear), donate_argnums=1, compiler_options=options)
         self._caches: tuple[KeyValue, ...] = ()
         self.load(params)
 

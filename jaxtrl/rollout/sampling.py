@@ -7,7 +7,8 @@ at the threshold are kept, as Transformers keeps them under top_k. Thresholds ar
 numbers themselves (as integers in the same order): 32 halvings give the exact one.
 """
 
-from collections.abc import Callable
+import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ def draw(
     controls: Controls,
     seen: Bool[Array, "vocab"] | None = None,
     forbidden: Bool[Array, "vocab"] | None = None,
+    halvings: int = 1,
 ) -> Drawn:
     """One token of softmax(logits / temperature) for float32 logits and a uniform number in [0, 1).
 
@@ -54,26 +56,34 @@ def draw(
     order: repetition_penalty (https://arxiv.org/abs/1909.05858) on what was seen, forbidden tokens, temperature, the
     top_k largest, of those the fewest that hold top_p of the mass (https://arxiv.org/abs/1904.09751), and of those the
     ones at least min_p times as likely as the first (https://arxiv.org/abs/2407.01082). Without, temperature alone
-    does. At temperature 0 the first of the largest logits is taken.
+    does. At temperature 0 the first of the largest logits is taken. `halvings` of an interval are done per pass over
+    the scores; more than one needs reductions of several operands.
     """
     temperature = jnp.where(controls.temperature > 0, controls.temperature, 1.0)
     plain = _blocks(logits / temperature)
     scores = plain
     if seen is not None and forbidden is not None:
-        penalty = jnp.where(logits < 0, controls.repetition_penalty, 1 / controls.repetition_penalty)
-        allowed = jnp.where(seen, logits * penalty, logits) / temperature
-        scores = _blocks(jnp.where(forbidden, MASKED, allowed))
-    top = scores.max()
+        scores = _blocks(jnp.where(forbidden, MASKED, _penalised(logits, seen, controls) / temperature))
+    tops = scores.max(axis=1)
+    top = tops.max()
     weights = jnp.exp(scores - top)
     if seen is not None:
-        weights = _filtered(scores, weights, controls)
-    number = _numbers(*scores.shape)
-    greedy = jnp.where(scores >= top, number, scores.size).min()
-    token = jnp.where(controls.temperature > 0, pick(weights, uniform), greedy)
-    score, logit = (jnp.where(number == token, x, 0.0).sum() for x in (scores, plain))
-    log_sum = plain.max() + jnp.log(_total(jnp.exp(plain - plain.max())))
-    sampled_logp = jnp.where(controls.temperature > 0, score - top - jnp.log(_total(weights)), 0.0)
-    return Drawn(token, logit - log_sum, sampled_logp)
+        weights = _filtered(scores, weights, controls, halvings)
+    sums = weights.sum(axis=1)
+    block, before = _pick_block(sums, uniform)
+    block = jnp.where(controls.temperature > 0, block, _first(tops >= top))
+    score, logit, weight = (lax.dynamic_index_in_dim(x, block, 0, keepdims=False) for x in (scores, plain, weights))
+    column = jnp.where(
+        controls.temperature > 0, _first_above(_running_sums(weight), weight, before), _first(score >= top)
+    )
+    chosen = lax.iota(jnp.int32, score.shape[0]) == column
+    score, logit = (jnp.where(chosen, x, 0.0).sum() for x in (score, logit))
+    log_sum = top + jnp.log(sums.sum())
+    sampled_logp = jnp.where(controls.temperature > 0, score - log_sum, 0.0)
+    if seen is not None:
+        top = plain.max(axis=1).max()
+        log_sum = top + jnp.log(jnp.exp(plain - top).sum(axis=1).sum())
+    return Drawn(block * plain.shape[1] + column, logit - log_sum, sampled_logp)
 
 
 def pick(weights: Float[Array, "blocks width"], uniform: Float[Array, ""]) -> Int[Array, ""]:
@@ -81,51 +91,99 @@ def pick(weights: Float[Array, "blocks width"], uniform: Float[Array, ""]) -> In
 
     Its weight is never 0, however sums are rounded.
     """
-    sums = weights.sum(axis=1)
+    block, point = _pick_block(weights.sum(axis=1), uniform)
+    row = lax.dynamic_index_in_dim(weights, block, 0, keepdims=False)
+    return block * weights.shape[1] + _first_above(_running_sums(row), row, point)
+
+
+def _pick_block(sums: Float[Array, "blocks"], uniform: Float[Array, ""]) -> tuple[Int[Array, ""], Float[Array, ""]]:
+    """The block that holds the point, and the point from the start of that block."""
     below = _running_sums(sums)
     point = uniform * below[-1]
     block = _first_above(below, sums, point)
     # What lies before the block, as a sum over a mask: the running sum of its predecessor is no row to gather.
     before = jnp.where(lax.iota(jnp.int32, sums.shape[0]) == block, below - sums, 0.0).sum()
-    row = lax.dynamic_index_in_dim(weights, block, 0, keepdims=False)
-    return block * weights.shape[1] + _first_above(_running_sums(row), row, point - before)
+    return block, point - before
+
+
+def _first(holds: Bool[Array, "n"]) -> Int[Array, ""]:
+    """The first index for which it holds; n if there is none."""
+    return jnp.where(holds, lax.iota(jnp.int32, holds.shape[0]), holds.shape[0]).min()
 
 
 def _first_above(below: Array, weights: Array, point: Array) -> Array:
     """The first index with a weight whose running sum exceeds `point`; by rounding none may: then the last weight."""
-    index = lax.iota(jnp.int32, weights.shape[0])
-    first = jnp.where((below > point) & (weights > 0), index, weights.shape[0]).min()
-    return jnp.where(first < weights.shape[0], first, jnp.where(weights > 0, index, 0).max())
+    first = _first((below > point) & (weights > 0))
+    last = jnp.where(weights > 0, lax.iota(jnp.int32, weights.shape[0]), 0).max()
+    return jnp.where(first < weights.shape[0], first, last)
 
 
 def _running_sums(x: Array) -> Array:
-    """cumsum as a product with a triangle; a cumsum of its own lowers to a window as long as the vector."""
-    triangle = np.triu(np.ones((x.shape[0], x.shape[0]), np.float32))
-    return jnp.dot(x, triangle, precision=lax.Precision.HIGHEST)
+    """cumsum in two levels, each a product with a triangle; a cumsum of its own lowers to a window as long as x."""
+    width = math.isqrt(x.shape[0] - 1) + 1
+    rows = jnp.pad(x, (0, -x.shape[0] % width)).reshape(-1, width)
+    within = jnp.dot(rows, _triangle(width, 0), precision=lax.Precision.HIGHEST)
+    before = jnp.dot(within[:, -1], _triangle(rows.shape[0], 1), precision=lax.Precision.HIGHEST)
+    return (within + before[:, None]).reshape(-1)[: x.shape[0]]
 
 
-def _filtered(scores: Array, weights: Array, controls: Controls) -> Array:
+def _triangle(size: int, above: int) -> np.ndarray:
+    return np.triu(np.ones((size, size), np.float32), above)
+
+
+def _penalised(logits: Array, seen: Array, controls: Controls) -> Array:
+    """Logits of seen tokens divided by the penalty where positive, times it where negative."""
+    penalty = jnp.where(logits < 0, controls.repetition_penalty, 1 / controls.repetition_penalty)
+    return jnp.where(seen, logits * penalty, logits)
+
+
+def _filtered(scores: Array, weights: Array, controls: Controls, halvings: int = 1) -> Array:
     """The weights with 0 for what top_k, top_p and min_p leave out."""
     wanted = jnp.where(controls.top_k > 0, controls.top_k, scores.size).astype(jnp.float32)
-    least = _threshold(scores, lambda kept: _total(kept.astype(jnp.float32)), wanted)
+    least = _threshold(scores, jnp.ones_like(weights), wanted, halvings)
     weights = jnp.where(scores >= least, weights, 0.0)
-    least = _threshold(
-        scores, lambda kept: _total(jnp.where(kept, weights, 0.0)), jnp.asarray(controls.top_p) * _total(weights)
-    )
+    total = weights.sum(axis=1).sum()
+    least = _threshold(scores, weights, jnp.asarray(controls.top_p) * total, halvings)
     keep = (controls.top_p >= 1) | (scores >= least)
     return jnp.where(keep & (weights >= controls.min_p), weights, 0.0)
 
 
-def _threshold(scores: Array, measure: Callable[[Array], Array], wanted: Array) -> Array:
-    """The largest float32 number t with measure(scores >= t) >= wanted; the smallest score if there is none."""
+def _threshold(scores: Array, weights: Array, wanted: Array, halvings: int) -> Array:
+    """The largest float32 number t with sum(weights where scores >= t) >= wanted; the smallest score if none has it.
 
-    def halve(_, interval):
+    Every round measures all middles that the next `halvings` steps of a bisection could visit.
+    """
+
+    def narrow(interval, _):
         low, high = interval
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        enough = measure(scores >= _number(middle)) >= wanted
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+        middles, parts = [], [interval]
+        for _ in range(halvings):
+            middles += [_middle(*part) for part in parts]
+            parts = [
+                new for (a, b), m in zip(parts, middles[-len(parts) :], strict=True) for new in ((a, m - 1), (m, b))
+            ]
+        for middle, total in zip(middles, _sums_from(scores, weights, middles), strict=True):
+            low = jnp.where(total >= wanted, jnp.maximum(low, middle), low)
+            high = jnp.where(total >= wanted, high, jnp.minimum(high, middle - 1))
+        return (low, high), None
 
-    return _number(lax.fori_loop(0, 32, halve, (_order(scores.min()), _order(scores.max())))[0])
+    start = _order(scores.min(axis=1).min()), _order(scores.max(axis=1).max())
+    return _number(lax.scan(narrow, start, None, length=-(-32 // halvings))[0][0])
+
+
+def _sums_from(scores: Array, weights: Array, orders: list[Array]) -> list[Array]:
+    """For each threshold, the sum of the weights of the scores from it on; in one pass over the scores."""
+    parts = [jnp.where(scores >= _number(order), weights, 0.0) for order in orders]
+    if len(parts) == 1:
+        return [parts[0].sum(axis=1).sum()]
+    rows = lax.reduce(
+        parts, [np.float32(0)] * len(parts), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
+    )
+    return [row.sum() for row in rows]
+
+
+def _middle(low: Array, high: Array) -> Array:
+    return (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
 
 
 def _order(x: Array) -> Array:
@@ -140,19 +198,20 @@ def _number(order: Array) -> Array:
 
 
 def _blocks(x: Array) -> Array:
-    """[vocab] as [blocks, width], filled up with MASKED."""
+    """[vocab] as [blocks, width], filled up with MASKED where no power of two near the square root divides vocab."""
     width = 2 ** round(np.log2(x.shape[0]) / 2)
+    divisor = math.gcd(x.shape[0], width)
+    width = divisor if 4 * divisor >= width else width
     return jnp.pad(x, (0, -x.shape[0] % width), constant_values=MASKED).reshape(-1, width)
 
 
-def _numbers(blocks: int, width: int) -> Array:
-    """The token of every place of `_blocks`."""
-    return lax.iota(jnp.int32, blocks * width).reshape(blocks, width)
-
-
-def _total(x: Array) -> Array:
-    """The sum over both axes, down the columns first: sums of vectors, and of few numbers each."""
-    return x.sum(axis=0).sum()
-
-
-draw_slots = jax.vmap(draw)  # (logits [slots, vocab], uniform [slots], Controls of arrays [slots], ...)
+def draw_slots(
+    logits: Float[Array, "slots vocab"],
+    uniform: Float[Array, "slots"],
+    controls: Controls,
+    seen: Bool[Array, "slots vocab"] | None = None,
+    forbidden: Bool[Array, "slots vocab"] | None = None,
+    halvings: int = 1,
+) -> Drawn:
+    """`draw` for every slot."""
+    return jax.vmap(partial(draw, halvings=halvings))(logits, uniform, controls, seen, forbidden)

@@ -87,7 +87,7 @@ def test_prompts_share_a_row_and_see_only_themselves():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_no_program_has_what_neuron_cannot_run(dtype):
     model = fixture_t()
-    engine = Engine(model.config, model_params(model), 2, 3, dtype, dtype)
+    engine = Engine(model.config, model_params(model), 2, 3, dtype, dtype, platform="neuron")
     engine.reserve(64)
     row, _ = prompt_row([[1] * 200])
     row = row._replace(tables=BlockTables(*row.tables))  # Neuron's tables have no counted loop

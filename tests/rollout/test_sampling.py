@@ -1,5 +1,7 @@
 """Sampling against the exact distributions, computed here with float64 and sorts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from scipy.stats import chi2
 from jaxtrl.hardware.neuron import lint
 from jaxtrl.rollout import sampling
 from jaxtrl.rollout.sampling import Controls, draw, draw_slots, pick
+from jaxtrl.rollout.skinny import COMPILER_OPTIONS
 
 DRAWS = 200_000
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -74,10 +77,10 @@ CASES = [
 ]
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 def many(logits, uniforms, values, seen):
-    """Filtered draws: 10,000 slots with the same logits."""
-    drawn = jax.vmap(lambda u: draw(logits, u, values, seen, jnp.zeros_like(seen)))(uniforms)
+    """Filtered draws as on CPU: 10,000 slots with the same logits."""
+    drawn = jax.vmap(lambda u: draw(logits, u, values, seen, jnp.zeros_like(seen), halvings=3))(uniforms)
     return drawn.token, drawn.logp, drawn.sampled_logp
 
 
@@ -105,21 +108,26 @@ def test_plain_draws_fit_and_agree_with_neutral_filters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.01}, {"temperature": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.01}, {"temperature": 0.6}, {"repetition_penalty": 1.3}],
+    ids=str,
+)
 def test_draws_from_the_vocabulary_of_qwen3(given):
     """One slot's weights by the filters, then 200,000 uniform numbers through the inverse of its distribution."""
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 3, 151_936).astype(np.float32)
     logits[::7] = np.round(logits[::7])  # ties
+    seen = jnp.asarray(rng.random(151_936) < 0.1)
     values = controls(**given)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def weights_of(logits):
-        scores = sampling._blocks(logits / values.temperature)
-        return sampling._filtered(scores, jnp.exp(scores - scores.max()), values)
+        scores = sampling._blocks(sampling._penalised(logits, seen, values) / values.temperature)
+        return sampling._filtered(scores, jnp.exp(scores - scores.max()), values, halvings=3)
 
     weights = weights_of(logits)
-    p = exact(logits, **given)
+    p = exact(logits, np.asarray(seen), **given)
     own = np.asarray(weights, np.float64).reshape(-1)
     assert own[151_936:].sum() == 0
     np.testing.assert_array_equal(own[:151_936] > 0, p > 0)
@@ -189,6 +197,19 @@ def test_the_same_whatever_the_scale_and_sign_of_logits():
     scores = sampling._blocks(jnp.asarray(logits))
     kept = sampling._filtered(scores, jnp.ones_like(scores), values).reshape(-1)[:8]
     assert kept.tolist() == [1, 1, 0, 0, 0, 0, 1, 1]
+
+
+def test_several_halvings_a_pass_find_the_same_thresholds():
+    one, three = (
+        jax.jit(jax.vmap(partial(sampling._filtered, halvings=n), (0, 0, None)), compiler_options=COMPILER_OPTIONS)
+        for n in (1, 3)
+    )
+    rng = np.random.default_rng(8)
+    scores = (rng.normal(0, 1, (200, 16, 32)) * 10.0 ** rng.integers(-30, 3, (200, 1, 1))).astype(np.float32)
+    scores[::2] = np.round(scores[::2] * 4) / 4
+    weights = np.exp(scores - scores.max((1, 2), keepdims=True))
+    for kept in ({"top_k": 7}, {"top_p": 0.6}, {"top_k": 300, "top_p": 0.99}, {}):
+        np.testing.assert_array_equal(*(f(scores, weights, controls(**kept)) for f in (one, three)))
 
 
 @pytest.mark.parametrize("filtered", [False, True])

@@ -1,0 +1,28 @@
+"""Products of few rows: exact to rounding for all row counts, sizes and dtypes, and what they keep of NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrl.rollout.skinny import COMPILER_OPTIONS, product
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 11, 16, 17])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_product_is_that_of_numpy(rows, dtype):
+    rng = np.random.default_rng(rows)
+    weight, x = (jnp.asarray(rng.normal(size=(n, 48)), dtype) for n in (100, rows))
+    out = jax.jit(product, compiler_options=COMPILER_OPTIONS)(x, weight)
+    assert out.dtype == jnp.float32
+    right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(out, right, atol=2e-5)
+
+
+def test_what_is_not_finite_stays_so():
+    x = np.ones((3, 16), np.float32)
+    x[1, 2], x[2, 3] = np.nan, np.inf
+    out = np.asarray(jax.jit(product, compiler_options=COMPILER_OPTIONS)(x, np.ones((32, 16), np.float32)))
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+    assert not np.isfinite(out[2]).any()
