@@ -34,7 +34,7 @@ from jaxtrl.rows.batch import Sample, concat_rows, make_batch
 from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.train.step import make_score_step
 
-FILTERS = {"top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
+FILTERS: dict[str, Any] = {"top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
 
 
 def parser() -> argparse.ArgumentParser:
