@@ -27,10 +27,10 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Announced(NamedTuple):
-    """To the worker: weights of this version are in this file."""
+    """To the worker: weights of this version are in this file (of Ray's object store: are this object)."""
 
     version: int
-    path: Path
+    place: Any
 
 
 class Stop(NamedTuple):
@@ -99,7 +99,7 @@ def _work(setup: "RolloutSetup", number: int, inbox: "_Inbox", outbox: "_Outbox"
                 status.waiting.append(message)
         if announced is not None:
             start = time.perf_counter()
-            params = read_weights(announced.path)
+            params = read_weights(announced.place)
             if producer is None:
                 producer = status.producer = GroupProducer(setup, params, announced.version, number)
             else:
@@ -164,7 +164,7 @@ class _Inbox:
             while True:
                 message = self._channel.recv()
                 if isinstance(message, Announced):
-                    self._weights = message.path
+                    self._weights = message.place
                 self._messages.put(message)
         except (EOFError, OSError):
             self._end()
