@@ -70,7 +70,7 @@ class WorkerPool:
         self._wait_seconds = self._sync_seconds = 0.0
         self._last: dict[str, float] = {}
 
-    def _open(self, params: Any) -> tuple[WeightStore, list[Callable[[OnMessage], WorkerHandle]]]:
+    def _open(self, params: Any) -> tuple[WeightStore, Sequence[Callable[[OnMessage], WorkerHandle]]]:
         """The store for weights like these, and what starts each worker."""
         raise NotImplementedError
 

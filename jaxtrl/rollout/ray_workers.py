@@ -48,7 +48,8 @@ class RolloutActor:
             self._producer = GroupProducer(self._setup, params, version, self._number)
         elif params is not None:
             self._producer.update_params(params, version)
-        producer, finished, start = self._producer, [], time.perf_counter()
+        finished: list[Finished] = []
+        producer, start = self._producer, time.perf_counter()
         for task in tasks:
             producer.put(task)
         while not producer.idle and not finished and time.perf_counter() - start < WORK_SECONDS:
@@ -252,7 +253,7 @@ class RayWorkers(WorkerPool):
     def metrics(self) -> dict[str, float]:
         return {**super().metrics(), "rollout/lost_actors": float(self.lost_actors)}
 
-    def _open(self, params: Any) -> tuple[ObjectStore, list[Callable[[OnMessage], RayWorker]]]:
+    def _open(self, params: Any) -> tuple[ObjectStore, Sequence[Callable[[OnMessage], RayWorker]]]:
         makers = [partial(RayWorker, number, self._ray, self._make_actor) for number in range(self._count)]
         return ObjectStore(self._ray), makers
 

@@ -151,7 +151,7 @@ class LocalWorkers(WorkerPool):
         self._places = places
         self._weights_folder, self._weights_dtype = weights_folder, weights_dtype
 
-    def _open(self, params: Any) -> tuple[WeightsFolder, list[Callable[[OnMessage], Worker]]]:
+    def _open(self, params: Any) -> tuple[WeightsFolder, Sequence[Callable[[OnMessage], Worker]]]:
         weights = WeightsFolder(params_nbytes(params, self._weights_dtype), self._weights_folder, self._weights_dtype)
         beat = min(1.0, self._stale_after / 5)
         return weights, [partial(Worker, n, self._payload, place, beat) for n, place in enumerate(self._places)]
