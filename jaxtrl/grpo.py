@@ -20,18 +20,20 @@ DESCRIPTION = (
 TINY = {
     "output_dir": "grpo_output",
     "reward_funcs": "exact_match",
-    "max_steps": "100",
-    "per_device_train_batch_size": "128",
-    "num_generations": "8",
-    "max_completion_length": "16",
+    "max_steps": "250",
+    "per_device_train_batch_size": "256",
+    "num_generations": "16",
+    "max_completion_length": "8",
     "token_budget": "1024",
-    "learning_rate": "3e-4",
+    "learning_rate": "8e-4",
+    "lr_scheduler_type": "linear",
+    "epsilon_high": "0.28",
     "max_staleness": "2",
-    "logging_steps": "5",
+    "logging_steps": "10",
     "save_strategy": "no",
 }
 TINY_SFT = "tiny_sft"  # the folder of the tiny model inside the output folder
-TRAINING_PROMPTS = 500  # of the bundled ones; the others are for evaluation
+TRAINING_PROMPTS = 64  # of the bundled ones, so that each comes often in a short run; the others are for evaluation
 
 
 @dataclasses.dataclass

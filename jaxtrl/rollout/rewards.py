@@ -42,7 +42,8 @@ def accuracy_reward(
         raise ValueError("accuracy_reward needs a column solution or answer in the data")
     out: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
-        expected = None if gold is None else final_answer(str(gold))
+        whole = None if gold is None else _number(str(gold))
+        expected = final_answer(str(gold)) if gold is not None and whole is None else whole
         found = final_answer(_after_thinking(text_of(completion)))
         out.append(None if expected is None else float(found is not None and found == expected))
     return out

@@ -8,13 +8,14 @@ Needs torch, trl==1.16.0 and ../shared:
   so that a tiny vocabulary holds them; rows, options and curves, all that is needed to check without ../shared.
 - `trl_sft_qwen3_ids.json`: the same rows, longer and with their real ids, on a model with Qwen3's vocabulary; no rows.
 - `transformers.json`: logits, loss and gradients of fixture T, of an untied head and of attention biases.
-- `trl_options.json`: names and defaults of trl.SFTConfig's fields.
+- `trl_options.json`: names and defaults of the fields of trl.SFTConfig, AsyncGRPOConfig and GRPOConfig.
 """
 
 import argparse
 import dataclasses
 import enum
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -140,15 +141,25 @@ def transformers_numbers(config: dict[str, Any], row: list[int]) -> dict[str, An
     return {"ids": row, "loss": output.loss.item(), "logits": np.round(logits, 6).tolist(), "gradients": gradients}
 
 
-def option_defaults() -> dict[str, Any]:
-    """Field -> JSON-ready default of trl.SFTConfig."""
+def option_defaults(config: type | None = None) -> dict[str, Any]:
+    """Field -> JSON-ready default of a configuration of TRL (none: SFTConfig)."""
     from trl import SFTConfig
 
     def default(field: dataclasses.Field) -> Any:
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         return value.value if isinstance(value, enum.Enum) else value
 
-    return {field.name: default(field) for field in dataclasses.fields(SFTConfig)}
+    return {field.name: default(field) for field in dataclasses.fields(config or SFTConfig)}
+
+
+def grpo_defaults() -> dict[str, dict[str, Any]]:
+    """Those of GRPO: the asynchronous trainer's, and the synchronous one's where it lacks them."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl import GRPOConfig
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    first, second = option_defaults(AsyncGRPOConfig), option_defaults(GRPOConfig)
+    return {"async_grpo": first, "grpo": {name: value for name, value in second.items() if name not in first}}
 
 
 def write(name: str, content: dict[str, Any]) -> None:
@@ -192,7 +203,7 @@ def main() -> None:
         for row_name, row in (("r1", R1), ("r2", R2))
     }
     write("transformers.json", {"made_with": made_with, **numbers})
-    write("trl_options.json", {"made_with": made_with, "defaults": option_defaults()})
+    write("trl_options.json", {"made_with": made_with, "defaults": option_defaults(), **grpo_defaults()})
 
 
 if __name__ == "__main__":

@@ -35,3 +35,121 @@ def test_a_run_trains_and_reports(run):
         assert log["batch/trained_tokens_per_step"] == 48
         assert log["rollout/finished_groups"] >= log["rollout/taken_groups"]
     assert trainer.state.epoch == 1.0
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"max_staleness": 2, "weight_sync_steps": 2}, {"beta": 0.1, "max_staleness": 1}])
+def test_a_resumed_inline_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, tiny_tokenizer, compile_cache, options):
+    options = {**options, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tmp_path / "run", tiny_tokenizer, compile_cache, **options)
+    whole.train()
+    again = make_trainer(tmp_path / "run", tiny_tokenizer, compile_cache, **options)
+    again.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-2")
+    assert same(whole.params, again.params)
+    kinds = ("reward", "loss", "kl", "sample/staleness_mean")
+    expected, found = (
+        [[log.get(kind) for kind in kinds] for log in trainer.state.log_history if "reward" in log]
+        for trainer in (whole, again)
+    )
+    assert expected == found
+    with pytest.raises(ValueError, match="max_completion_length is 6 in the checkpoint and 5 here"):
+        make_trainer(tmp_path / "run", tiny_tokenizer, compile_cache, **{**options, "max_completion_length": 5}).train(
+            True
+        )
+
+
+def test_several_updates_on_a_batch_and_evaluation(tmp_path, tiny_tokenizer, compile_cache):
+    from tests.trainers.grpo import PROMPTS
+
+    trainer = make_trainer(
+        tmp_path,
+        tiny_tokenizer,
+        compile_cache,
+        num_iterations=2,
+        max_staleness=1,
+        max_steps=4,
+        recompute_old_logps=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        mask_truncated_completions=False,
+        trainer={"eval_dataset": PROMPTS[:2]},
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert [log["sample/staleness_max"] for log in logs] == [0, 1, 0, 1]
+    assert logs[0]["ratio"] == pytest.approx(1, abs=1e-6), "old log-probs are the trainer's own before the first update"
+    assert logs[1]["ratio"] != pytest.approx(1, abs=1e-6), "and stay what they were in the second"
+    evals = [log for log in trainer.state.log_history if "eval_reward" in log]
+    assert len(evals) == 2
+    assert evals[0]["eval_completions/mean_length"] == 6
+    assert trainer.evaluate()["eval_reward"] == evals[-1]["eval_reward"], "the same prompts, weights and seeds"
+
+
+def test_a_constant_reward_moves_nothing(tmp_path, tiny_tokenizer, compile_cache):
+    trainer = make_trainer(tmp_path, tiny_tokenizer, compile_cache, reward=lambda prompts, **_: [0.5] * len(prompts))
+    before = jax.device_get(trainer.params)
+    trainer.train()
+    assert same(before, trainer.params)
+    assert all(log["frac_reward_zero_std"] == 1 for log in trainer.state.log_history if "reward" in log)
+
+
+def test_groups_without_spread_are_replaced_or_refused(tmp_path, tiny_tokenizer, compile_cache):
+    def some(prompts, completion_ids, answer, **_):  # equal within the groups of two prompts
+        return [0.0 if a in ("3", "4") else float(ids[0] % 5) for a, ids in zip(answer, completion_ids, strict=True)]
+
+    options = {"drop_zero_std_groups": True, "max_steps": 4}
+    trainer = make_trainer(tmp_path / "a", tiny_tokenizer, compile_cache, reward=some, **options)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert len(logs) == 4
+    assert sum(log["sample/dropped_zero_std_total"] for log in logs) > 0
+    assert all(log["frac_reward_zero_std"] == 0 for log in logs)
+    assert all(log["batch/trained_tokens_per_step"] == 48 for log in logs)
+    with pytest.raises(ValueError, match=r"drop_zero_std_groups: the rewards of .* groups in a row are all equal"):
+        make_trainer(
+            tmp_path / "b", tiny_tokenizer, compile_cache, reward=lambda prompts, **_: [1] * len(prompts), **options
+        ).train()
+
+
+def test_rewards_are_weighted_and_failures_counted(tmp_path, tiny_tokenizer, compile_cache):
+    def odd(completion_ids, **_):
+        if any(ids[0] % 4 == 0 for ids in completion_ids):
+            raise RuntimeError("one of them is a multiple of 4")
+        return [1.0] * len(completion_ids)
+
+    def none(prompts, **_):
+        return [None] * len(prompts)
+
+    trainer = make_trainer(
+        tmp_path, tiny_tokenizer, compile_cache, reward=[odd, none], reward_weights=[2.0, 1.0], max_steps=2
+    )
+    trainer.train()
+    for log in (log for log in trainer.state.log_history if "reward" in log):
+        assert log["reward"] == 2 * log["rewards/odd/mean"] == 2
+        assert "rewards/none/mean" not in log
+        assert log["batch/trained_tokens_per_step"] == 6 * (8 - log["completions/failed_total"])
+
+
+def test_wrong_input_is_one_sentence(tmp_path, tiny_tokenizer, compile_cache):
+    def make(**options):
+        return make_trainer(tmp_path, tiny_tokenizer, compile_cache, **options)
+
+    with pytest.raises(ValueError, match="does not divide the 8 completions"):
+        make(num_generations=3)
+    with pytest.raises(ValueError, match="reward_weights: expected one for each of even_ids, got 2 numbers"):
+        make(reward_weights=[1, 2])
+    with pytest.raises(ValueError, match="reward_funcs is missing"):
+        make(reward=[])
+    with pytest.raises(ValueError, match="'no_such' is none of exact_match"):
+        make(reward="no_such")
+    with pytest.raises(ValueError, match="eval_dataset is missing"):
+        make(eval_strategy="steps")
+    with pytest.raises(ValueError, match="the queue holds 1 groups, but a step takes 2: raise queue_maxsize"):
+        make(queue_maxsize=4).train()
+    with pytest.raises(TypeError, match="cannot be called with prompts, completions, completion_ids, answer"):
+        make(reward=lambda prompts: [0.0]).train()
+    with pytest.raises(ValueError, match=r"rollout_worker \(it is called rollout"):
+        make(trainer={"rollout_worker": None})
