@@ -7,8 +7,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrl.model.sharding import Shards, param_specs
-from jaxtrl.model.sharding import vary as vary
-from jaxtrl.model.sharding import varying_axes as varying_axes
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))  # the leading axis of every batch array: one row per device

@@ -11,6 +11,8 @@ import pytest
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import init_params
 from jaxtrl.rows.batch import Sample, ShapeClass, concat_rows, make_batch
+from jaxtrl.rows.tree import tree_row
+from jaxtrl.train.grpo import make_grpo_step
 from jaxtrl.train.mesh import make_mesh, param_shardings, row_count
 from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
@@ -99,6 +101,33 @@ def test_mixed_mesh_equals_one_device():
 @pytest.mark.parametrize(("sizes", "tied"), MESHES)
 def test_equals_one_device(sizes, tied):
     assert_equal(run(sizes, tied), run(None, tied))
+
+
+@lru_cache
+def run_grpo(sizes):
+    """Metrics and parameters of one GRPO step on tree rows of two completions each."""
+    mesh = None if sizes is None else make_mesh(*sizes)
+    rng, rows = np.random.default_rng(2), []
+    for advantage in (1.0, -0.5, 0.7, 0.0):
+        ids = [rng.integers(0, SIZES["vocab_size"], 6).astype(np.int32) for _ in range(3)]
+        ids = [np.concatenate([ids[0], end]) for end in ids[1:]]  # one prompt
+        options = {"loss_mask": np.arange(12) > 5, "old_logp": np.full(12, -4.5, np.float32)}
+        rows.append(tree_row([Sample(x, advantage=a, **options) for x, a in zip(ids, (advantage, -0.3), strict=True)]))
+    step, params = make_grpo_step(make_config(False), OPTIMIZER, mesh, beta=0.0), make_params(False)
+    devices = row_count(mesh)
+    batches = [make_batch(rows[i : i + devices], SHAPE, 8) for i in range(0, len(rows), devices)]
+    state = TrainState.create(
+        params if mesh is None else jax.device_put(params, param_shardings(params, mesh)), OPTIMIZER
+    )
+    state, metrics = step(state, *batches)
+    return jax.device_get({"metrics": metrics, "params": state.params})
+
+
+@pytest.mark.slow
+def test_grpo_on_a_mixed_mesh_equals_one_device():
+    found, expected = run_grpo((2, 2, 2)), run_grpo(None)
+    assert expected["metrics"]["grad_norm"] > 0.01
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, expected)
 
 
 @pytest.mark.slow
