@@ -38,3 +38,11 @@ def test_tree_sft_on_agent_turns_learns_and_shares(tmp_path):
     losses, ratios = [float(words[4].rstrip(",")) for words in steps], [float(words[-1]) for words in steps]
     assert losses[-1] < losses[0] - 1
     assert min(ratios) > 2.5
+
+
+@pytest.mark.slow
+def test_custom_grpo_loop_earns_more(tmp_path):
+    lines = [line.split() for line in run_example("custom_grpo_loop.py", tmp_path).splitlines()]
+    rewards, ratios = ([float(words[words.index(name) + 1]) for words in lines] for name in ("reward", "ratio"))
+    assert rewards[-1] > rewards[0] + 0.25
+    assert all(abs(ratio - 1) < 1e-4 for ratio in ratios)  # each update is of what its own weights have drawn

@@ -2,11 +2,12 @@
 
 import sys
 
-from jaxtrl.bench import combined, generate, sft, shapes, tree
+from jaxtrl.bench import combined, generate, grpo, sft, shapes, tree
 
 BENCHES = {
     "sft": sft.main,
     "tree": tree.main,
+    "grpo": grpo.main,
     "combined": combined.main,
     "shapes": shapes.main,
     "generate": generate.main,

@@ -33,7 +33,7 @@ from jaxtrl.rows.tokenize import TokenizeOptions, tokenize_dataset
 from jaxtrl.rows.tree import tree_rows
 from jaxtrl.train.flops import Flops, train_flops
 from jaxtrl.train.optimizer import make_optimizer
-from jaxtrl.train.step import make_sft_step
+from jaxtrl.train.step import TrainStep, make_sft_step
 
 SHAPE_FLAGS = {"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 64, "mlp": 1536, "vocab": 8192}
 
@@ -51,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--data", help="file of samples in any format that SFT takes, instead of --shape; needs --model")
     out.add_argument("--rows", type=int, help="only the first rows of --data")
     out.add_argument("--token_budget", type=int, help="distinct tokens of a row at most (default: one row a side)")
+    add_measurement(out)
+    return out
+
+
+def add_measurement(out: argparse.ArgumentParser) -> None:
+    """The flags of what is measured how: model, dtype, repeats."""
     out.add_argument("--model", help="folder of a Hugging Face Qwen3 checkpoint, instead of the model flags")
     for name, default in SHAPE_FLAGS.items():
         out.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default {default})")
@@ -58,7 +64,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dtype", choices=DTYPES, default="float32", help="compute dtype (default float32)")
     out.add_argument("--repeats", type=int, default=5, help="timed passes of each side (default 5)")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    return out
 
 
 def shared_prompt(generations: int, length: int, prompt_fraction: float, vocab: int) -> list[Sample]:
@@ -114,9 +119,8 @@ class Side(NamedTuple):
         return time.perf_counter() - start
 
 
-def compile_side(rows: list[Row], config: Qwen3Config, params: Any, dtype: Any, block_size: int | None) -> Side:
+def compile_side(rows: list[Row], config: Qwen3Config, params: Any, step: TrainStep, block_size: int | None) -> Side:
     """Builds and compiles; rows are not padded beyond the attention block."""
-    step = make_sft_step(config, make_optimizer(2e-5, 1), dtype=dtype)
     gradients = jax.jit(lambda params, batch: step.accumulate(params, step.init(params), batch))
     blocks = [block_size or fit_block_size(len(row.input_ids)) for row in rows]
     batches = []
@@ -161,13 +165,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     planning = time.perf_counter() - start
     packs = [concat_rows(samples)] if args.token_budget is None else pack_rows(samples, args.token_budget)
     dtype = DTYPES[args.dtype]
-    packed, tree = (compile_side(rows, config, params, dtype, args.block_size) for rows in (packs, trees))
+    step = make_sft_step(config, make_optimizer(2e-5, 1), dtype=dtype)
+    packed, tree = (compile_side(rows, config, params, step, args.block_size) for rows in (packs, trees))
+    return {"samples": len(samples), "planning_seconds": planning, **compare(packed, tree, params, dtype, args.repeats)}
+
+
+def compare(packed: Side, tree: Side, params: Any, dtype: Any, repeats: int) -> dict[str, Any]:
+    """Times both sides in turn, between measurements of the machine's matrix-product rate."""
     losses = [
         sum(float(f(params, b).sums.loss) for f, b in zip(s.passes, s.batches, strict=True)) for s in (packed, tree)
     ]
     seconds: tuple[list[float], list[float]] = ([], [])
     rates = []
-    for _ in range(args.repeats):
+    for _ in range(repeats):
         rates.append(matmul_rate(dtype, repeats=3))
         for times, side in zip(seconds, (packed, tree), strict=True):
             times.append(side.run(params))
@@ -177,7 +187,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     raw, unique = (sum(len(row.input_ids) for row in side.rows) for side in (packed, tree))
     speedup, limit = statistics.median(speedups), packed.flops.total / tree.flops.total
     return {
-        "samples": len(samples),
         "raw_tokens": raw,
         "unique_tokens": unique,
         "ratio": raw / unique,
@@ -197,7 +206,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "packed_flops_of_limit": packed.flops.total / rate / packed_seconds,
         "tree_flops_of_limit": tree.flops.total / rate / tree_seconds,
         "matmul_gflops": rate / 1e9,
-        "planning_seconds": planning,
         "packed_loss": losses[0],
         "tree_loss": losses[1],
     }

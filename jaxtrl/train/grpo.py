@@ -1,17 +1,19 @@
 """The GRPO step: a policy loss on token rows, with the metrics that TRL reports (DESIGN.md sections 3 and 6)."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.batch import RowBatch
-from jaxtrl.train.losses import take_slots
+from jaxtrl.train.losses import sum_by_slot, take_slots
 from jaxtrl.train.policy import Evaluated, PolicyLoss
 from jaxtrl.train.step import (
     Accumulated,
@@ -92,25 +94,47 @@ def make_grpo_step(
             raise ValueError(f"the batch has no column {missing[0]}, which this loss needs: give it to the samples")
         row = own_row(batch)
         _, counts, used = slot_weights(row)
+        numbers, slope = lax.iota(jnp.int32, used.shape[0]), partial(slope_of_chunk, policy, row)
 
         def total(params):
+            if policy.is_per_term:
+                scored = score_row(config, params, row, used, dtype, remat, unroll, temperature, numbers, slope)
+                return scored.total, scored
             scored = score_row(config, params, row, used, dtype, remat, unroll, temperature)
-            terms = policy.evaluate(take_slots(scored.logp, row.term_slot), row)
-            return _sum_used(row, row.weight * terms.loss), (scored.entropy, terms)
+            return _loss(policy.evaluate(take_slots(scored.logp, row.term_slot), row), row), scored
 
-        (loss, (entropy, terms)), grads = jax.value_and_grad(total, has_aux=True)(params)
-        return Accumulated(grads, _sums(loss, row, jnp.where(used, counts * entropy, 0.0).sum(), terms))
+        (_, scored), grads = jax.value_and_grad(total, has_aux=True)(params)
+        terms = policy.evaluate(scored.logp[row.term_slot], row)
+        return Accumulated(grads, _sums(row, jnp.where(used, counts * scored.entropy, 0.0).sum(), terms))
 
     return make_train_step(config, gradients, PolicySums, lambda sums: _metrics(policy, sums), optimizer, mesh, donate)
+
+
+def slope_of_chunk(
+    policy: PolicyLoss, row: Any, logp: Float[Array, "chunk"], numbers: Int[Array, "chunk"]
+) -> Float[Array, "chunk"]:
+    """The derivative of the row's loss by the log-probs of some of its slots, which are numbered one after another.
+
+    This lets the head form its gradient where it computes the log-probs (three products with the vocabulary, not four).
+    """
+    place = row.term_slot - numbers[0]
+    inside = (place >= 0) & (place < logp.shape[0])
+    own = jnp.where(inside, logp[jnp.clip(place, 0, logp.shape[0] - 1)], row.old_logp)
+    derivative = jax.grad(lambda own: _loss(policy.evaluate(own, row), row))(own)
+    return sum_by_slot(jnp.where(inside, derivative, 0.0)[:, None], place, logp.shape[0])[:, 0]
+
+
+def _loss(terms: Evaluated, row: Any) -> Float[Array, ""]:
+    return _sum_used(row, row.weight * terms.loss)
 
 
 def _sum_used(row: Any, values: Array) -> Array:
     return jnp.where(row.weight != 0, values, 0.0).sum()
 
 
-def _sums(loss: Array, row: Any, entropy: Array, terms: Evaluated) -> PolicySums:
+def _sums(row: Any, entropy: Array, terms: Evaluated) -> PolicySums:
     return PolicySums(
-        loss=loss,
+        loss=_loss(terms, row),
         denominator=row.denominator,
         terms=_sum_used(row, jnp.ones_like(row.weight)),
         ratios=_sum_used(row, terms.ratio_share),

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxtrl.model.sharding import Shards, add_rows, gather, own_ids, sum_over_tensor, take_rows, vary, varying_axes
 
@@ -36,7 +36,7 @@ ROUNDING = 2.0**-18  # of a sum of float32 products, relative to the sum of thei
 class Score(NamedTuple):
     """Of each slot: log-prob of its target, entropy of its distribution, and whether the target has the largest logit.
 
-    `total` is sum(cotangent * slope(logp) * logp), 0 without a cotangent. Entropy and hit carry no gradient.
+    `total` is the sum of logp times its derivative, 0 without a cotangent. Entropy and hit carry no gradient.
     """
 
     logp: Float[Array, "u"]
@@ -50,8 +50,8 @@ def score(
     weight: Float[Array, "vocab part"],
     target: Int[Array, "u"],
     temperature: float = 1.0,
-    cotangent: Float[Array, "u"] | None = None,
-    slope: Callable[[Array], Array] | None = None,
+    cotangent: Num[Array, "u"] | None = None,
+    slope: Callable[[Array, Array], Array] | None = None,
     chunk: int = MAX_CHUNK,
     shards: Shards = Shards(),
 ) -> Score:
@@ -59,10 +59,11 @@ def score(
 
     Products are computed in `hidden.dtype` with float32 sums; the gradient of `weight` is in its own dtype. Without
     `cotangent`, `logp` is differentiable. With it, `total` is, and only it: the gradient of `total` with respect to
-    `logp` is `cotangent * slope(logp)` (`slope` defaults to 1 and is taken as constant), known before the backward
-    pass, which then costs no further product; differentiating `logp` raises TypeError. `chunk` bounds how many slots
-    are computed at a time. `shards`: how `weight` is cut over devices. Targets must lie in [0, vocab). Raises
-    ValueError for a temperature or chunk that is not positive.
+    `logp` is `cotangent` or, with `slope`, slope(logp, cotangent), which is called with the slots of one chunk at a
+    time and taken as constant. It is known before the backward pass, which then costs no further product;
+    differentiating `logp` raises TypeError. `chunk` bounds how many slots are computed at a time. `shards`: how
+    `weight` is cut over devices. Targets must lie in [0, vocab). Raises ValueError for a temperature or chunk that is
+    not positive.
     """
     if temperature <= 0 or chunk < 1:
         raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")
@@ -74,7 +75,7 @@ def score(
         logp, entropy, hit = _score(hidden, weight, target, temperature, chunk, shards)
         total = jnp.zeros((), jnp.float32)
     else:
-        constants = lax.stop_gradient(cotangent.astype(jnp.float32))
+        constants = lax.stop_gradient(cotangent)
         total, (logp, entropy, hit) = _total(hidden, weight, target, constants, temperature, slope, chunk, shards)
         logp = _undifferentiable(logp)
     return Score(logp, lax.stop_gradient(entropy), hit, total)
@@ -314,7 +315,7 @@ def _total(hidden, weight, target, cotangent, temperature, slope, chunk, shards)
 
 
 def _sloped(cotangent, slope, logp):
-    return cotangent if slope is None else cotangent * slope(logp)
+    return cotangent if slope is None else slope(logp, cotangent)
 
 
 def _weighted_sum(logp, cotangent):

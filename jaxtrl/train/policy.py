@@ -160,6 +160,11 @@ class PolicyLoss:
         )
 
     @property
+    def is_per_term(self) -> bool:
+        """Whether a term's loss depends on no other term's log-prob."""
+        return self.importance_sampling_level == "token"
+
+    @property
     def corrects_sequences(self) -> bool:
         """Whether the importance correction is one factor for a whole completion."""
         return self.importance_sampling_mode is not None and self.importance_sampling_mode.startswith("sequence")

@@ -196,13 +196,14 @@ def make_score_step(
 def _make_gradients(config, loss_type, dtype, remat, unroll):
     """(params, batch of one row) -> Accumulated of that row."""
     loss = supervised_loss(loss_type)
+    slope = None if loss.slope is None else lambda logp, cotangent: cotangent * loss.slope(logp)
 
     def gradients(params: Any, batch: RowBatch) -> Accumulated:
         row = own_row(batch)
         weights, counts, used = slot_weights(row)
 
         def total(params):
-            scored = score_row(config, params, row, used, dtype, remat, unroll, cotangent=-weights, slope=loss.slope)
+            scored = score_row(config, params, row, used, dtype, remat, unroll, cotangent=-weights, slope=slope)
             return scored.total, scored
 
         (value, scored), grads = jax.value_and_grad(total, has_aux=True)(params)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -20,8 +21,10 @@ from jaxtrl.rollout.sampler import Sampler
 from jaxtrl.rows.advantages import LOSS_TYPES, normalise_row
 from jaxtrl.rows.batch import TERM_COLUMNS, RowBatch, Sample, ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.tree import tree_row
-from jaxtrl.train.grpo import make_grpo_step
+from jaxtrl.train.grpo import make_grpo_step, slope_of_chunk
+from jaxtrl.train.losses import take_slots
 from jaxtrl.train.mesh import make_mesh, replicated
+from jaxtrl.train.policy import PolicyLoss
 from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import Accumulated, make_score_step, make_sft_step
 from tests.fixture_t import CONFIG, tensors
@@ -174,14 +177,29 @@ def test_the_samples_reach_every_bound(params, samples):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_accumulated_and_on_two_devices(params, samples, loss_type):
+@pytest.mark.parametrize(
+    "options", [options_of("dapo", "token"), options_of("grpo", "sequence", **EVERYTHING)], ids=["token", "sequence"]
+)
+def test_accumulated_and_on_two_devices(params, samples, options):
     """One normaliser for a step, however its samples are spread over rows, micro-batches and devices."""
-    options = options_of(loss_type, "sequence", **EVERYTHING)
     parts = [samples[:3], samples[3:4], samples[4:], []]
-    rows = [normalise_row(tree_row(part), loss_type) for part in parts]
+    rows = [normalise_row(tree_row(part), options["loss_type"]) for part in parts]
     check(params, samples, options, *map(batch, rows[:3]))
     check(params, samples, options, batch(*rows[:2]), batch(*rows[2:]), devices=2)
+
+
+def test_derivative_chunk_by_chunk(params, samples):
+    """What the head is told about some slots is what differentiating the whole loss gives them."""
+    row = jax.tree.map(jnp.asarray, normalise_row(tree_row(samples), "dapo"))
+    policy = PolicyLoss(epsilon_high=0.28, beta=0.2, importance_sampling_mode="sequence_truncate")
+    logp = jnp.asarray(np.random.default_rng(0).normal(-4, 1, len(row.slot_index)), jnp.float32)
+    weighted = lambda logp: row.weight * policy.evaluate(take_slots(logp, row.term_slot), row).loss  # noqa: E731
+    whole = np.asarray(jax.grad(lambda logp: weighted(logp).sum())(logp))
+    assert (whole != 0).sum() > len(whole) / 2
+    for start, end in ((0, len(whole)), (0, 5), (5, 12), (len(whole) - 3, len(whole))):
+        padded = jnp.pad(jnp.arange(start, end), (0, 2)), jnp.pad(logp[start:end], (0, 2))
+        got = slope_of_chunk(policy, row, padded[1], padded[0])
+        np.testing.assert_allclose(got[: end - start], whole[start:end], rtol=1e-5, atol=1e-7)
 
 
 def metrics_of(params, samples, **options) -> dict[str, float]:
