@@ -196,7 +196,8 @@ def make_score_step(
 def _make_gradients(config, loss_type, dtype, remat, unroll):
     """(params, batch of one row) -> Accumulated of that row."""
     loss = supervised_loss(loss_type)
-    slope = None if loss.slope is None else lambda logp, cotangent: cotangent * loss.slope(logp)
+    own = loss.slope
+    slope = None if own is None else lambda logp, cotangent: cotangent * own(logp)
 
     def gradients(params: Any, batch: RowBatch) -> Accumulated:
         row = own_row(batch)
