@@ -3,9 +3,12 @@
 env   the environment variables of a process with given cores, as shell commands
 lint  lowers every device program for Neuron, on a machine without one, and fails on operations that it does not run;
       --config FILE.yaml: those of this configuration, with its options; --compiler: hands them to neuronx-cc too
+check on a device: an SFT step and a generation beside the CPU's, and collectives over some of the devices; fails on a
+      wrong result
 """
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -47,8 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     env.add_argument("--num_processes", type=int, default=1, help="several hosts: one process each")
     env.add_argument("--process_id", type=int, default=0, help="several hosts: number of this one")
     lint = commands.add_parser("lint", allow_abbrev=False, help="search device programs for what Neuron does not run")
-    lint.add_argument("--config", metavar="FILE.yaml", help="options of jaxtrl.sft; all programs where left out")
+    lint.add_argument("--config", metavar="FILE.yaml", help="options of a trainer; all programs where left out")
+    lint.add_argument("--trainer", choices=("sft", "grpo"), help="whose; by default grpo for a file named grpo...")
     lint.add_argument("--compiler", action="store_true", help="compile the programs with neuronx-cc too")
+    check = commands.add_parser("check", allow_abbrev=False, help="compare a device with the CPU")
+    check.add_argument("--instance", choices=INSTANCES, help="set this instance's environment first")
+    check.add_argument("--cores", help="with --instance: cores of the job")
+    check.add_argument("--device", choices=("neuron", "cpu"), default="neuron", help="cpu: try the check itself")
+    check.add_argument("--group_seconds", type=float, default=600, help="time limit of the collectives")
     return parser
 
 
@@ -89,9 +98,11 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _lint(args: argparse.Namespace) -> int:
-    options = None if args.config is None else _read_options(Path(args.config))
+    from jaxtrl.hardware.environment import prepare_cpu_devices
+
+    options = None if args.config is None else _read_options(Path(args.config), args.trainer)
     devices = 1 if options is None else _devices(options)
-    _prepare_devices(devices)
+    prepare_cpu_devices(devices)
     from jaxtrl.hardware.neuron import as_on_neuron
     from jaxtrl.hardware.neuron_compiler import find_compiler
     from jaxtrl.planning.programs import all_programs, config_programs
@@ -146,33 +157,68 @@ def _compiler_flags(options: Any) -> str:
     return neuron_environment(instance, range(1), compile_effort=effort)["NEURON_CC_FLAGS"]
 
 
-def _read_options(path: Path) -> Any:
+def _read_options(path: Path, trainer: str | None) -> Any:
     """The options of a configuration file."""
     from jaxtrl.trainers.arguments import read_config
-    from jaxtrl.trainers.sft_config import SFTConfig
+    from jaxtrl.trainers.options import fields_of
 
-    return SFTConfig(**read_config([SFTConfig], path))
+    classes: list[Any]
+    if (trainer or ("grpo" if path.name.startswith("grpo") else "sft")) == "sft":
+        from jaxtrl.trainers.sft_config import SFTConfig
+
+        classes = [SFTConfig]
+    else:
+        from jaxtrl.grpo import RewardOptions
+        from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+
+        classes = [AsyncGRPOConfig, RewardOptions]
+    values = read_config(classes, path)
+    return classes[0](**{name: value for name, value in values.items() if name in fields_of(classes[0])})
 
 
 def _devices(options: Any) -> int:
     """That a run with these options has, as far as they say it."""
     from jaxtrl.hardware.environment import cores_of
 
-    if options.neuron_instance is None:
-        return 1
+    sizes = options.mesh_sizes()
+    if options.neuron_instance is None or "data" in sizes:
+        return math.prod(sizes.values())
     return len(cores_of(options.neuron_instance, options.neuron_cores))
 
 
-def _prepare_devices(count: int) -> None:
-    """So many CPU devices, where JAX has not started: programs are lowered for as many devices as they will have."""
-    if "jax" not in sys.modules:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        flags = os.environ.get("XLA_FLAGS", "")
-        if count > 1 and "host_platform_device_count" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
+def _check(args: argparse.Namespace) -> int:
+    from jaxtrl.hardware.environment import set_environment
+    from jaxtrl.hardware.replica_groups import try_small_groups
+
+    if args.cores is not None and args.instance is None:
+        raise ValueError("--instance is missing: it says which cores there are")
+    set_environment(args.instance, args.cores)
+    trial = try_small_groups(args.group_seconds)  # first: afterwards the cores belong to this process
+    worked = f"work for groups of {', '.join(map(str, trial.sizes))}" if trial.sizes else "have no groups to try here"
+    print(f"collectives over some of the devices {worked}", flush=True)
+    if trial.failure is not None:
+        print(f"  then they fail: {trial.failure}; meshes with one axis above 1 only", flush=True)
+    import jax
+
+    from jaxtrl.planning.device_check import check_device
+
+    if jax.default_backend() != args.device:
+        raise ValueError(f"JAX runs on {jax.default_backend()} here, not on {args.device}: see --instance and --device")
+    device, reference = jax.local_devices()[-1], jax.local_devices(backend="cpu")[0]
+    outcome = check_device(device, reference)
+    for difference in outcome.differences:
+        mark = "ok" if difference.is_right else "WRONG"
+        print(f"{difference.name}: {difference.value:.2g} (allowed {difference.allowed:g}) {mark}")
+    for program in outcome.compiled:
+        print(f"{program.name} compiled in {program.device:.1f} s, on the CPU in {program.reference:.1f} s")
+    if outcome.wrong:
+        names = ", ".join(difference.name for difference in outcome.wrong)
+        raise ValueError(f"{device} computes something else than the CPU ({names}): do not train on it")
+    print(f"{device} computes what the CPU does")
+    return 0
 
 
-_COMMANDS = {"env": _env, "lint": _lint}
+_COMMANDS = {"env": _env, "lint": _lint, "check": _check}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,6 +4,7 @@ Nothing is trained. Programs, padding, compile and step time, sharing and memory
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ DESCRIPTION = """\
 What a run of `python -m jaxtrl.sft` with the same flags will cost: programs, padding and time of each kind of shape
 set, what prefix sharing saves, and the memory of a device. It reads the data and trains nothing. Without a model and
 --config it plans the tiny default run. The two accounts, shape_cost and sharing, are never added up.
+With --model_shape it simulates a step on devices that are not here instead: --mesh data=2,fsdp=32 --model_shape 32b
+--instance trn2.48xlarge, rows of per_device_train_batch_size * max_length tokens (mesh_plan.json).
 """
 
 
@@ -23,15 +26,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxtrl.planning.keys import KEYS
     from jaxtrl.planning.options import PlanConfig
     from jaxtrl.trainers.arguments import parse
-    from jaxtrl.trainers.command import prepare_terminal, run_command
+    from jaxtrl.trainers.command import flag_names, prepare_terminal, run_command
     from jaxtrl.trainers.sft_config import SFTConfig
 
     prepare_terminal()
     argv = list(sys.argv[1:] if argv is None else argv)
     keys = "\n".join(f"  {name}: {meaning}" for name, meaning in KEYS.items())
     description = f"{DESCRIPTION}\nKeys of OUTPUT_DIR/plan.json:\n{keys}"
-    args, options = parse([SFTConfig, PlanConfig], [*sft.tiny_flags(argv), *argv], prog=PROG, description=description)
-    return run_command(PROG, lambda: _run(args, options))
+    tiny = [] if "model_shape" in flag_names(argv) else sft.tiny_flags(argv)
+    args, options = parse([SFTConfig, PlanConfig], [*tiny, *argv], prog=PROG, description=description)
+    return run_command(PROG, lambda: (_run if options.model_shape is None else _simulate)(args, options))
+
+
+def _simulate(args: Any, options: Any) -> None:
+    from rich.console import Console
+
+    from jaxtrl.hardware.cores import find_instance
+    from jaxtrl.hardware.environment import prepare_cpu_devices
+    from jaxtrl.trainers.output_folder import make_folder
+
+    instance = options.instance or "trn2.48xlarge"
+    sizes = args.mesh_sizes() or {"data": find_instance(instance).cores}
+    prepare_cpu_devices(math.prod(sizes.values()))  # stand in for the others; nothing runs on them
+    from jaxtrl.planning.mesh_plan import plan_mesh, show_mesh_plan
+
+    make_folder(Path(args.output_dir))
+    plan = plan_mesh(args, options.model_shape, instance, {"data": 1, **sizes})
+    (Path(args.output_dir) / "mesh_plan.json").write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+    show_mesh_plan(plan, Console(width=None if sys.stdout.isatty() else 160))
+    if not plan["memory"]["fits"]:
+        raise ValueError(plan["memory"]["refusal"])
 
 
 def _run(args: Any, options: Any) -> None:

@@ -205,3 +205,13 @@ def worker_environments(
         )
         for part in parts
     ]
+
+
+def prepare_cpu_devices(count: int) -> None:
+    """Where JAX has not been imported: so many virtual CPU devices, for which programs are lowered that will run on
+    others."""
+    if "jax" not in sys.modules:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        flags = os.environ.get("XLA_FLAGS", "")
+        if count > 1 and "host_platform_device_count" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()

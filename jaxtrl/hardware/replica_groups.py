@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-SECONDS = 600  # starting the runtime and compiling one small program per size, twice over
+SECONDS = 600.0  # starting the runtime and compiling one small program per size, twice over
 COMMAND = (sys.executable, "-m", "jaxtrl.hardware.replica_groups")
 _OF_SEVERAL_HOSTS = ("NEURON_RT_ROOT_COMM_ID", "NEURON_PJRT_PROCESSES_NUM_DEVICES", "NEURON_PJRT_PROCESS_INDEX")
 
@@ -40,7 +40,7 @@ def try_small_groups(seconds: float = SECONDS, command: Sequence[str] = COMMAND)
         if done.returncode:
             failure = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired as error:
-        output = (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""  # bytes here, always
         failure = f"nothing came back within {seconds:g} s"
     sizes = tuple(int(line.split()[1]) for line in output.splitlines() if line.startswith("ok "))
     return GroupTrial(sizes, failure)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxtrl.hardware.cores import INSTANCES
 from jaxtrl.trainers.options import OptionsType, option
 
 
@@ -35,6 +36,16 @@ class PlanConfig(metaclass=OptionsType):
         "(lists of token ids) or messages, and a group (number or text; none: lines with equal prompts).",
         group="plan",
     )
+    model_shape: str | None = option(
+        None,
+        "Simulate a step of the Qwen3 model of this size on --mesh of --instance, without data: memory of a device, "
+        "bytes that it sends, time; written to mesh_plan.json.",
+        group="plan",
+        choices=("0.6b", "1.7b", "4b", "8b", "14b", "32b"),
+    )
+    instance: str | None = option(
+        None, "With model_shape: EC2 instance type (none: trn2.48xlarge).", group="plan", choices=tuple(INSTANCES)
+    )
     plot: str | None = option(
         None, "Draw lengths, buckets and padding to this image file (needs the extra `report`).", group="plan"
     )
@@ -43,3 +54,5 @@ class PlanConfig(metaclass=OptionsType):
         for name in ("seconds_per_compile", "matmul_tflops", "device_memory_gib"):
             if getattr(self, name) == 0 and name != "seconds_per_compile":
                 raise ValueError(f"{name}: expected more than 0")
+        if self.instance is not None and self.model_shape is None:
+            raise ValueError("instance: it belongs to a simulation, set model_shape too")

@@ -23,6 +23,9 @@ from jaxtrl.train.compiled import Job, Programs
 from jaxtrl.train.grpo import make_grpo_step
 from jaxtrl.train.mesh import make_mesh
 from jaxtrl.train.state import TrainState
+from jaxtrl.trainers.config import TrainConfig
+from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+from jaxtrl.trainers.grpo_steps import GRPOSteps
 from jaxtrl.trainers.sft_config import SFTConfig
 from jaxtrl.trainers.sft_steps import SFTSteps
 from jaxtrl.trainers.steps import make_adamw
@@ -107,11 +110,11 @@ def _grpo_steps() -> Iterator[DeviceProgram]:
         yield DeviceProgram(f"grpo {name} {dtype} update", step.apply, (state, sums))
 
 
-def _shape(args: SFTConfig) -> ShapeClass:
+def _shape(args: TrainConfig) -> ShapeClass:
     """Of a row of several sequences, by the rule of the options."""
     sample = Sample(np.arange(300, dtype=np.int32), np.ones(300, bool))
     row = concat_rows([sample] * 5)
-    rule = args.pad_to_multiple_of or "none"
+    rule = (args.pad_to_multiple_of if isinstance(args, SFTConfig) else None) or "auto"
     return ShapeSet.from_setting("auto" if str(rule).startswith("fixed") else rule).classify([row])
 
 
@@ -132,11 +135,29 @@ def _program(name: str, job: Job, devices: int) -> DeviceProgram:
     return DeviceProgram(f"{name} {job.kind}{shape}{where}", job.function, job.args, devices)
 
 
-def config_mesh(args: SFTConfig, devices: int) -> Mesh | None:
+def config_mesh(args: TrainConfig, devices: int) -> Mesh | None:
     """The mesh of a run with these options on so many devices. Raises ValueError where there are fewer here."""
-    return make_mesh(devices) if devices > 1 else None
+    sizes = args.mesh_sizes()
+    if not sizes and devices == 1:
+        return None
+    parts = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    return make_mesh(**{"data": devices // parts, **sizes})
 
 
-def config_programs(args: SFTConfig, devices: int) -> Iterator[DeviceProgram]:
+def config_programs(args: TrainConfig, devices: int) -> Iterator[DeviceProgram]:
     """The programs of a run with these options on so many devices."""
-    return sft_programs(args, config_mesh(args, devices))
+    mesh = config_mesh(args, devices)
+    if isinstance(args, SFTConfig):
+        yield from sft_programs(args, mesh)
+    elif isinstance(args, AsyncGRPOConfig):
+        yield from grpo_programs(args, mesh)
+
+
+def grpo_programs(args: AsyncGRPOConfig, mesh: Mesh | None) -> Iterator[DeviceProgram]:
+    """Score (where the options need it), train and sampler programs with these options."""
+    steps = GRPOSteps(CONFIG, args, mesh, Programs())
+    steps.prepare_training(make_adamw(args, 1000)[0])
+    name = f"grpo {args.loss_type} {args.importance_sampling_level} {steps.dtype}"
+    for job in steps.jobs(_shape(args)):
+        yield _program(name, job, 1 if mesh is None else mesh.size)
+    yield from sampler_programs(str(steps.dtype))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrl.hardware.environment import set_environment
+from jaxtrl.hardware.replica_groups import check_mesh
 
 
 def prepare_terminal() -> None:
@@ -36,14 +37,16 @@ def run_command(prog: str, work: Callable[[], object], interrupted: str = "inter
 
 
 def start_neuron(args: Any) -> None:
-    """Set the environment that `neuron_instance` of a trainer's options asks for. Before JAX is imported; raises
-    ValueError where it cannot be set."""
+    """Set the environment that `neuron_instance` of a trainer's options asks for, and try what a mesh of several axes
+    needs there. Before JAX is imported; raises ValueError where it cannot be set, or where the trial fails."""
     set_environment(
         args.neuron_instance,
         args.neuron_cores,
         compile_effort=args.compile_effort,
         compile_cache=args.compile_cache,
     )
+    if args.neuron_instance is not None and "jax" not in sys.modules:
+        check_mesh(args.mesh_sizes())
 
 
 def flag_names(argv: Sequence[str]) -> set[str]:

@@ -5,6 +5,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxtrl.hardware.environment import worker_environments
 from jaxtrl.rollout.pacing import Pacing
 from jaxtrl.rollout.places import worker_places
 from jaxtrl.rollout.requests import SamplingParams
@@ -145,6 +146,10 @@ class AsyncGRPOConfig(TrainConfig):
             raise ValueError("rollout: ray is not built yet, use workers or inline")
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
+        try:
+            self.worker_environments()
+        except ValueError as error:
+            raise ValueError(f"rollout_cores: {error}") from None
         if self.rollout_cores is not None:
             worker_places("cpu", self.rollout_workers, self.rollout_cores)  # raises where they cannot be shared
         if self.max_inflight_tasks == 0 or self.max_inflight_tasks < -1:
@@ -155,6 +160,22 @@ class AsyncGRPOConfig(TrainConfig):
             raise ValueError("temperature: expected more than 0, or all completions of a prompt are the same")
         self.sampling_params()  # raises for what cannot work
         Pacing(1, 0, self.max_staleness, self.num_iterations, self.weight_sync_steps)  # raises for what would wait
+
+    def worker_environments(self) -> list[dict[str, str]] | None:
+        """The Neuron environment of each worker, where neuron_instance is set and there are workers; raises ValueError
+        for cores that they may not have, or that the trainer has."""
+        if self.neuron_instance is None or self.rollout != "workers":
+            return None
+        if self.rollout_cores is None:
+            raise ValueError("name the workers' NeuronCores, others than neuron_cores, or use rollout=inline")
+        return worker_environments(
+            self.neuron_instance,
+            self.neuron_cores,
+            self.rollout_cores,
+            self.rollout_workers,
+            compile_effort=self.compile_effort,
+            compile_cache=self.compile_cache,
+        )
 
     @property
     def shuffles(self) -> bool:

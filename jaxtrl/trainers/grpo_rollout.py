@@ -11,7 +11,7 @@ from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rollout.groups import RewardFunction, Rollout
 from jaxtrl.rollout.inline import InlineRollout
 from jaxtrl.rollout.pacing import Pacing
-from jaxtrl.rollout.places import worker_places
+from jaxtrl.rollout.places import Place, worker_places
 from jaxtrl.rollout.producer import RolloutSetup, plain_tokenizer
 from jaxtrl.rollout.rewards import find_reward
 from jaxtrl.rollout.sampler import stop_ids
@@ -74,7 +74,11 @@ def make_rollout(args: AsyncGRPOConfig, setup: RolloutSetup, pacing: Pacing, dat
     """`rollout=inline` or worker processes, not started yet."""
     if args.rollout == "inline":
         return InlineRollout(setup, pacing, data.prompts, args.shuffles)
-    places = worker_places(jax.default_backend(), args.rollout_workers, args.rollout_cores)
+    environments = args.worker_environments()
+    if environments is None:
+        places = worker_places(jax.default_backend(), args.rollout_workers, args.rollout_cores)
+    else:
+        places = [Place(environment) for environment in environments]
     return LocalWorkers(
         setup,
         pacing,

@@ -7,9 +7,14 @@ import sys
 import jax
 import pytest
 
+from jaxtrl.hardware import replica_groups
+from jaxtrl.hardware.replica_groups import GroupTrial
 from jaxtrl.rows.batch import ShapeClass
 from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.train.compiled import Programs
+from jaxtrl.trainers import command as command_module
+from jaxtrl.trainers.command import start_neuron
+from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 from jaxtrl.trainers.sft_config import SFTConfig
 from jaxtrl.trainers.sft_steps import SFTSteps
 from jaxtrl.trainers.steps import make_adamw
@@ -64,6 +69,53 @@ def test_a_trainer_made_after_jax_says_that_it_is_too_late(make_trainer, monkeyp
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(ValueError, match="JAX was imported before"):
         make_trainer(neuron_instance="trn2.3xlarge")
+
+
+@pytest.mark.parametrize(("mesh", "tried"), [("fsdp=2,tensor=2", True), ("fsdp=4", False)])
+def test_a_mixed_mesh_is_tried_before_jax_starts(monkeypatch, mesh, tried):
+    """In the order of a command: environment first, then the trial in a child process, JAX last."""
+    steps = []
+    monkeypatch.setattr(command_module, "set_environment", lambda *_, **__: steps.append("environment"))
+    monkeypatch.setattr(replica_groups, "try_small_groups", lambda: steps.append("trial") or GroupTrial((), "hangs"))
+    args = SFTConfig(neuron_instance="trn2.3xlarge", mesh=mesh)
+    start_neuron(args)  # JAX is there: the cores are taken
+    assert steps == ["environment"]
+    monkeypatch.delitem(sys.modules, "jax")
+    if tried:
+        with pytest.raises(ValueError, match="collectives over some of the devices, which fail here"):
+            start_neuron(args)
+    else:
+        start_neuron(args)
+    assert steps[1:] == ["environment", *(["trial"] if tried else [])]
+
+
+def grpo(**options):
+    return AsyncGRPOConfig(neuron_instance="trn2.3xlarge", neuron_cores=0, **options)
+
+
+def test_rollout_workers_have_cores_of_their_own():
+    places = grpo(rollout_workers=3, rollout_cores="1-3", compile_cache="/c").worker_environments()
+    assert [place["NEURON_RT_VISIBLE_CORES"] for place in places] == ["1", "2", "3"]
+    assert {place["JAX_PLATFORMS"] for place in places} == {"neuron,cpu"}
+    assert grpo(rollout="inline").worker_environments() is None
+    assert AsyncGRPOConfig().worker_environments() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"rollout_cores": "0-3", "rollout_workers": 4},
+            "rollout_cores: the trainer and the rollout workers both have",
+        ),
+        ({"rollout_cores": "1-3", "rollout_workers": 2}, "rollout_cores: cores 1-3 cannot be shared equally by 2"),
+        ({"rollout_cores": "2-3"}, "rollout_cores: cores 2-3 are 2, which a job on trn2.3xlarge may not have"),
+        ({}, "rollout_cores: name the workers' NeuronCores"),
+    ],
+)
+def test_cores_that_workers_may_not_have(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        grpo(**options)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
