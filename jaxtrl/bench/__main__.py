@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxtrl.bench import combined, generate, grpo, sft, shapes, tree
+from jaxtrl.bench import asynchronous, combined, generate, grpo, sft, shapes, tree
 
 BENCHES = {
     "sft": sft.main,
@@ -11,6 +11,7 @@ BENCHES = {
     "combined": combined.main,
     "shapes": shapes.main,
     "generate": generate.main,
+    "async": asynchronous.main,
 }
 
 

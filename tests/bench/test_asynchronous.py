@@ -1,0 +1,29 @@
+"""`bench async`: both cells train the same groups within the staleness bound; the measured steps are those in between."""
+
+import json
+import os
+
+import pytest
+
+from jaxtrl.bench import asynchronous
+
+
+def test_the_reward_is_the_share_of_even_ids():
+    assert asynchronous.even_ids([[1, 2, 3, 4], [1], [2]]) == [0.5, 0.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two CPU cores are needed")
+def test_both_cells_sample_as_much_as_they_train(capsys, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # of the test suite: eight devices
+    argv = ["--steps", "3", "--batch", "8", "--group", "4", "--completion", "8", "--slots", "8", "--json"]
+    assert asynchronous.main(argv) == 0
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert list(last["cells"]) == ["inline", "workers"]
+    for cell in last["cells"].values():
+        assert cell["seconds"] > 0
+        assert 0 <= cell["wait_seconds"] <= cell["seconds"]
+        assert cell["staleness"] <= asynchronous.MAX_STALENESS
+    inline = last["cells"]["inline"]
+    assert 3 * 8 <= inline["sampled_tokens"] <= 3 * 8 * 8
+    assert last["ratio"] == last["cells"]["workers"]["seconds"] / inline["seconds"]
