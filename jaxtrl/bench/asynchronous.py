@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--group", type=int, default=8, help="completions of a prompt (default 8)")
     out.add_argument("--batch", type=int, default=32, help="completions of a step (default 32)")
     out.add_argument("--completion", type=int, default=64, help="tokens of a completion at most (default 64)")
+    out.add_argument("--tokens", type=int, default=1024, help="tokens of a row (default 1024)")
     out.add_argument("--slots", type=int, default=4, help="completions that are decoded together (default 4)")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     out.add_argument("--cell", choices=("inline", "workers"), help=argparse.SUPPRESS)
@@ -103,6 +104,7 @@ def run_cell(args: argparse.Namespace, rollout: str) -> dict[str, Any]:
             per_device_train_batch_size=args.batch,
             num_generations=args.group,
             max_completion_length=args.completion,
+            token_budget=args.tokens,
             learning_rate=1e-5,
             logging_steps=1,
             save_strategy="no",

@@ -1,4 +1,4 @@
-"""`bench async`: both cells train the same groups within the staleness bound; the measured steps are those in between."""
+"""`bench async`: both cells train the same groups within the staleness bound, and what is counted of them."""
 
 import json
 import os
