@@ -66,6 +66,7 @@ def make_setup(*functions: Any, **changes: Any) -> RolloutSetup:
         "tokens_per_call": 3,
         "eos_token_id": (),
         "seed": 5,
+        "order_seed": 5,
         "scoring_threads": 2,
         "compile_cache": "off",
     }
