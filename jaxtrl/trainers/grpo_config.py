@@ -104,11 +104,14 @@ class AsyncGRPOConfig(TrainConfig):
 
     rollout: str = option(
         "workers",
-        "Where completions are sampled: in processes beside the trainer, or inline in turn with training.",
+        "Where completions are sampled: in processes beside the trainer, inline in turn with training, or in Ray.",
         group="rollout",
         choices=("workers", "inline", "ray"),
     )
-    rollout_workers: int = option(1, "Worker processes.", group="rollout", minimum=1)
+    rollout_workers: int = option(1, "Worker processes, or Ray actors.", group="rollout", minimum=1)
+    ray_address: str | None = option(
+        None, "Address of the Ray cluster (none: RAY_ADDRESS, else one that starts on this machine).", group="rollout"
+    )
     rollout_slots: int | None = option(
         None, "Completions that a worker decodes together (none: those of a step, 8 to 64).", group="rollout", minimum=1
     )
@@ -142,8 +145,10 @@ class AsyncGRPOConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rollout == "ray":
-            raise ValueError("rollout: ray is not built yet, use workers or inline")
+        if self.ray_address is not None and self.rollout != "ray":
+            raise ValueError(f"ray_address: it needs rollout ray, got rollout {self.rollout}")
+        if self.rollout == "ray" and (self.rollout_cores or self.weights_folder):
+            raise ValueError("rollout_cores, weights_folder: Ray places its actors and moves weights itself")
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         try:

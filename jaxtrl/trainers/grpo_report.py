@@ -40,7 +40,8 @@ def introduction(
     lines = report.model_lines(config, args, dtype, devices)
     lines |= dict(data)
     lines["rewards"] = ", ".join(rewards)
-    where = f"{args.rollout_workers} worker processes" if args.rollout == "workers" else args.rollout
+    kinds = {"workers": "worker processes", "ray": "Ray actors"}
+    where = f"{args.rollout_workers} {kinds[args.rollout]}" if args.rollout in kinds else args.rollout
     lines["rollout"] = f"{where}, weights at most {args.max_staleness} steps older than what is trained"
     lines["shapes"] = f"rows of {shape.tokens:,} tokens and {shape.slots:,} head slots"
     steps, groups = steps_and_groups

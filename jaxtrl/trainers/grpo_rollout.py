@@ -48,7 +48,7 @@ def make_setup(
 ) -> RolloutSetup:
     """How groups are sampled and scored. `source`: the folder of the model, whose generation_config.json says more ids
     that end a completion than the tokenizer's."""
-    workers = args.rollout_workers if args.rollout == "workers" else 1
+    workers = 1 if args.rollout == "inline" else args.rollout_workers
     slots = -(-groups_per_step * args.num_generations // workers)
     ends = {*stop_ids(None, source, config)}
     if tokenizer.eos_token_id is not None:
@@ -71,9 +71,21 @@ def make_setup(
 
 
 def make_rollout(args: AsyncGRPOConfig, setup: RolloutSetup, pacing: Pacing, data: PromptData) -> Rollout:
-    """`rollout=inline` or worker processes, not started yet."""
+    """What samples in this process, in others or in a cluster, not started yet."""
     if args.rollout == "inline":
         return InlineRollout(setup, pacing, data.prompts, args.shuffles)
+    if args.rollout == "ray":
+        from jaxtrl.rollout.ray_workers import RayWorkers
+
+        return RayWorkers(
+            setup,
+            pacing,
+            data.prompts,
+            args.shuffles,
+            workers=args.rollout_workers,
+            address=args.ray_address,
+            heartbeat_stale_after_s=args.heartbeat_stale_after_s,
+        )
     environments = args.worker_environments()
     if environments is None:
         places = worker_places(jax.default_backend(), args.rollout_workers, args.rollout_cores)

@@ -6,12 +6,15 @@ import warnings
 
 import pytest
 
+from jaxtrl.assets import tokenizer_path
 from jaxtrl.model.qwen3 import model_params
 from jaxtrl.rollout.groups import RolloutError
 from jaxtrl.rollout.pacing import Pacing, StalenessCounter, prompt_index
 from jaxtrl.rollout.ray_workers import RayWorkers
+from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 from tests.rollout.models import fixture_t
 from tests.rollout.rewards_for_tests import first_token, make_prompts, make_setup, raises
+from tests.trainers.grpo import make_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROMPTS = make_prompts(5)
@@ -70,3 +73,21 @@ def test_an_error_in_an_actor_reaches_the_trainer(make):
     rollout.start(model_params(fixture_t()), 0, 0, ())
     with pytest.raises(RolloutError, match="this reward function always raises"):
         rollout.take(2)
+
+
+def test_a_trainer_on_ray_actors(ray, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path())
+    trainer = make_trainer(tmp_path, tokenizer, "off", rollout="ray", rollout_workers=2)
+    assert trainer.train().global_step == 3
+    logs = [record for record in trainer.state.log_history if "reward" in record]
+    assert len(logs) == 3
+    assert all(record["rollout/lost_actors"] == 0 for record in logs)
+
+
+def test_options_that_ray_has_no_use_for():
+    with pytest.raises(ValueError, match="ray_address: it needs rollout ray"):
+        AsyncGRPOConfig(ray_address="auto")
+    with pytest.raises(ValueError, match="Ray places its actors"):
+        AsyncGRPOConfig(rollout="ray", rollout_cores="0")
