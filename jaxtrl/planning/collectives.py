@@ -153,7 +153,7 @@ def _group_size(line: str) -> int:
         return len(listed[1].split(","))
     if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(shaped[1])
-    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(.*?\)\))? \{(.*?)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis.strip().strip("'")]) for axis in named[2].split(","))
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):

@@ -120,6 +120,8 @@ class AsyncGRPOTrainer(Trainer):
             raise ValueError("train_dataset is missing: pass the prompts to train on.")
         args, data = self.args, self._data["train"]
         total = self._count_steps(len(data.prompts))
+        if args.beta > 0:
+            self._reference_checksum()  # while the parameters are those of the reference
         self.shape = row_shape(data, args.num_generations, args.max_completion_length, args.token_budget)
         self.steps.prepare_training(self._make_optimizer(total))
         path = saving.find_resume_path(resume, Path(str(args.output_dir)))

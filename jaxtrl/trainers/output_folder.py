@@ -10,11 +10,10 @@ import os
 import tempfile
 import uuid
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
-LOCK_FILE = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of file systems that have none
 
 
@@ -44,25 +43,25 @@ def make_folder(folder: Path) -> None:
         raise ValueError(f"output_dir {folder} cannot be {done} ({error.strerror}): give another folder.") from None
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """A file that is locked until it is closed or this process ends; two runs in one folder would overwrite each other.
+def lock_folder(folder: Path) -> int:
+    """Locks the folder itself, until the returned descriptor is closed (`os.close`) or this process ends.
 
-    Raises ValueError while another process (or run of this one) trains into `folder`.
+    Two runs in one folder would overwrite each other. Raises ValueError while another run trains into `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK_FILE).open("w")
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in NO_LOCKS:
-            return file
-        file.close()
+            return descriptor
+        os.close(descriptor)
         if isinstance(error, BlockingIOError):
             raise ValueError(
                 f"output_dir {folder} is in use by a run that has not ended: give another folder."
             ) from None
         raise
-    return file
+    return descriptor
 
 
 def begin_folder(folder: Path, resume: bool | str | Path | None, options: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The files of one run in its output folder: metrics, trackers' logs, checkpoints, and which run they belong to."""
 
+import os
 from pathlib import Path
 
 from jaxtrl.train.checkpoint import CheckpointWriter, remove_leftovers
@@ -51,4 +52,4 @@ class Run:
         try:
             self.checkpoints.close()
         finally:
-            self._lock.close()
+            os.close(self._lock)

@@ -30,7 +30,7 @@ def tokenizer():
 @pytest.fixture
 def one_device(monkeypatch):
     """The plan asks how many devices there are; the tests' trainers use one."""
-    monkeypatch.setattr("jaxtrl.planning.make.make_mesh", lambda: make_mesh(1))
+    monkeypatch.setattr("jaxtrl.planning.make.mesh_of", lambda sizes: make_mesh(1))
 
 
 def made(tmp_path, tokenizer, rows=ROWS, evaluation=None, options=OPTIONS, **flags):

@@ -19,7 +19,7 @@ OPTIONS = PlanConfig(seconds_per_compile=60.0, matmul_tflops=80.0)
 
 @pytest.fixture
 def planned(tmp_path, shared_data, qwen3_tokenizer, monkeypatch):
-    monkeypatch.setattr("jaxtrl.planning.make.make_mesh", lambda: None)
+    monkeypatch.setattr("jaxtrl.planning.make.mesh_of", lambda sizes: None)
     config = Qwen3Config.from_pretrained(shared_data / "qwen3-tokenizer")
 
     def plan(data, **options):

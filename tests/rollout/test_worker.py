@@ -13,9 +13,10 @@ import pytest
 from jaxtrl.rollout.worker import Beat, _Status
 
 TRAINER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 if __name__ == "__main__":
     from jaxtrl.model.qwen3 import model_params
     from jaxtrl.rollout.pacing import Pacing

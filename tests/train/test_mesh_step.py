@@ -14,6 +14,7 @@ from jaxtrl.rows.batch import Sample, ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.tree import tree_row
 from jaxtrl.train.grpo import make_grpo_step
 from jaxtrl.train.mesh import make_mesh, param_shardings, row_count
+from jaxtrl.train.optimizer import global_norm
 from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import make_eval_step, make_score_step, make_sft_step
 
@@ -80,11 +81,8 @@ def run(sizes, tied, rows=8, dtype="float32", steps=2):
 MESHES = [
     *(((1, 2, 1), tied) for tied in (True, False)),
     *(((1, 1, 2), tied) for tied in (True, False)),
-    *(
-        (sizes, True)
-        for sizes in [(2, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
-    ),
-    *((sizes, False) for sizes in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2)]),
+    *((sizes, True) for sizes in [(2, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)]),
+    *((sizes, False) for sizes in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 1)]),
 ]
 
 
@@ -135,7 +133,7 @@ def test_bfloat16_on_a_mesh():
     """Gathered in bfloat16: as near to float32 as one device is."""
     exact = run(None, True, steps=1)["params"]
     near, found = (run(sizes, True, dtype="bfloat16", steps=1)["params"] for sizes in (None, (2, 2, 2)))
-    distance = lambda tree: optax.global_norm(jax.tree.map(np.subtract, tree, exact))  # noqa: E731
+    distance = lambda tree: global_norm(jax.tree.map(np.subtract, tree, exact))  # noqa: E731
     assert 0 < distance(found) < 1.5 * distance(near)
 
 

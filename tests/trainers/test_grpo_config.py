@@ -40,6 +40,7 @@ OWN = {
     "rollout_workers",
     "rollout_slots",
     "rollout_cores",
+    "ray_address",
     "weights_folder",
 }
 
@@ -104,7 +105,8 @@ def test_a_refused_name_gives_its_reason(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout": "ray"}, "rollout: ray is not built yet"),
+        ({"rollout": "ray", "rollout_cores": "0"}, "Ray places its actors"),
+        ({"ray_address": "auto"}, "ray_address: it needs rollout ray, got rollout workers"),
         ({"num_generations": 1}, "num_generations: expected at least 2"),
         ({"loss_type": "sapo"}, "loss_type: expected one of grpo"),
         ({"scale_rewards": "all"}, "scale_rewards: expected one of group, batch, none"),

@@ -1,6 +1,7 @@
 """Resuming: bit for bit the uninterrupted run, wherever it was stopped; cases C15, C16 and C17."""
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -184,11 +185,12 @@ def test_a_new_command_does_not_disown_the_run_in_its_folder(tmp_path):
 
 def test_two_runs_never_write_into_one_folder(make_trainer, tmp_path):
     (tmp_path / "out").mkdir()
-    with lock_folder(tmp_path / "out"), pytest.raises(ValueError, match=r"output_dir .*out is in use by a run"):
+    lock = lock_folder(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"output_dir .*out is in use by a run"):
         make_trainer(max_steps=1).train()
-    make_trainer(max_steps=1).train()  # the lock went with its file
-    with lock_folder(tmp_path / "out"):
-        pass
+    os.close(lock)
+    make_trainer(max_steps=1).train()
+    os.close(lock_folder(tmp_path / "out"))
 
 
 def test_run_file_on_a_full_disk_names_the_folder(tmp_path):
