@@ -71,9 +71,12 @@ def main(argv: list[str]) -> int:
 def _measure(argv: list[str], cell: str, core: int) -> dict[str, Any]:
     """A cell in a process of its own, held to a core."""
     command = [sys.executable, "-m", "jaxtrl.bench", "async", *argv, "--cell", cell]
-    done = subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, {core}), check=False
-    )
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})  # what is started now inherits it; a preexec_fn would fork beside JAX's threads
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    finally:
+        os.sched_setaffinity(0, cores)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"the cell {cell} failed: {reason}")
