@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrl.bench.machine import matmul_rate
+from jaxtrl.hardware.machine import matmul_rate
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.model.attention import attend
 from jaxtrl.rows.blocks import block_tables, needed_blocks, visited_blocks

@@ -15,9 +15,9 @@ from jaxtrl.assets import prompts_path
 from jaxtrl.trainers.arguments import parse
 from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 
-# One device, not the virtual ones of other tests.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 ROOT = Path(__file__).parents[1]
+# One device, not the virtual ones of other tests.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
 
 
 def sentence(argv, capsys):
@@ -82,16 +82,37 @@ def tiny(tmp_path_factory):
         "save_steps": 2,
         "learning_rate": 1e-4,
     }
-    return folder, [sys.executable, "-m", "jaxtrl.grpo", *(f"--{name}={value}" for name, value in options.items())]
+    (folder / "record.py").write_text(RECORD, encoding="utf-8")
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return folder, [sys.executable, str(folder / "record.py"), str(folder / "trained.jsonl"), *flags]
 
 
-def trained_rows(folder):
-    """The prompts of each group that was trained, by step, in the order of the log of the callback."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+RECORD = """
+import json, sys
+
+if __name__ == "__main__":
+    from jaxtrl import grpo
+    from jaxtrl.trainers.grpo_trainer import AsyncGRPOTrainer
+
+    make_batch = AsyncGRPOTrainer._make_batch
+
+    def record(self, scored):
+        with open(sys.argv[1], "a") as file:
+            print(json.dumps([self.state.global_step, [group.row for group in scored.groups]]), file=file)
+        return make_batch(self, scored)
+
+    AsyncGRPOTrainer._make_batch = record
+    sys.exit(grpo.main(sys.argv[2:]))
+"""
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_leaves_no_worker(tiny):
+def test_a_killed_run_goes_on_and_trains_every_prompt_once(tiny):
+    """What was trained after the newest checkpoint is undone with it, and trained again."""
     folder, command = tiny
     run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
@@ -104,7 +125,10 @@ def test_a_killed_run_goes_on_and_leaves_no_worker(tiny):
     deadline = time.monotonic() + 20
     while any(map(_is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(map(_is_alive, workers))
+    assert not any(map(_is_alive, workers)), "the worker ends with the trainer"
+    kept = max(int(path.name.rpartition("-")[2]) for path in (folder / "out").glob("checkpoint-?"))
+    before = [rows for step, rows in lines_of(folder / "trained.jsonl") if step < kept]
+    (folder / "trained.jsonl").unlink()
     done = subprocess.run(
         [*command, "--resume_from_checkpoint=true"],
         cwd=ROOT,
@@ -114,7 +138,10 @@ def test_a_killed_run_goes_on_and_leaves_no_worker(tiny):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    logs = [line for line in trained_rows(folder / "out") if "reward" in line]
+    after = [rows for _, rows in lines_of(folder / "trained.jsonl")]
+    assert len(before) == kept
+    assert sorted(row for rows in before + after for row in rows) == list(range(64))
+    logs = [line for line in lines_of(folder / "out" / "metrics.jsonl") if "reward" in line]
     assert [line["step"] for line in logs] == list(range(1, 9))
     assert logs[-1]["epoch"] == 1.0
     assert max(line["sample/staleness_max"] for line in logs) <= 1

@@ -98,7 +98,7 @@ def run_cell(model: str, strategy: str, shapes: str, folder: str, epochs: float,
     """Trains on the samples in `folder`; seconds are those of the training loop, compiling included."""
     import jax
 
-    from jaxtrl.bench.machine import peak_rss_gib
+    from jaxtrl.hardware.machine import peak_rss_gib
     from jaxtrl.hardware.memory import keep_freed_memory
     from jaxtrl.trainers.sft_config import SFTConfig
     from jaxtrl.trainers.sft_trainer import SFTTrainer

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrl.bench.machine import copy_rate, peak_rss_gib, rss_gib
 from jaxtrl.bench.sft import DTYPES
+from jaxtrl.hardware.machine import copy_rate, peak_rss_gib, rss_gib
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.model.hf import load_pretrained
 from jaxtrl.model.qwen3 import model_params

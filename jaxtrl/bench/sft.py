@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import AutoTokenizer
 
-from jaxtrl.bench.machine import matmul_rate, peak_rss_gib
+from jaxtrl.hardware.machine import matmul_rate, peak_rss_gib
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.model.hf import load_pretrained
 from jaxtrl.model.qwen3 import model_params

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from transformers import AutoTokenizer
 
-from jaxtrl.bench.machine import matmul_rate
 from jaxtrl.bench.sft import DTYPES
+from jaxtrl.hardware.machine import matmul_rate
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.hf import load_pretrained
@@ -228,6 +228,16 @@ def load_model(args: argparse.Namespace) -> tuple[Qwen3Config, Any]:
     return config, jax.device_put(init_params(config, 0))
 
 
+def finish(result: dict[str, Any], as_json: bool) -> int:
+    """The exit code of a comparison: 1 where the two sides did not compute the same loss. Prints the JSON object."""
+    if not math.isclose(result["packed_loss"], result["tree_loss"], rel_tol=1e-2):
+        print("error: the two losses differ, so the two sides did not compute the same thing")
+        return 1
+    if as_json:
+        print(json.dumps(result))
+    return 0
+
+
 def main(argv: list[str]) -> int:
     command = parser()
     args = command.parse_args(argv)
@@ -249,9 +259,4 @@ def main(argv: list[str]) -> int:
         f"attention blocks visited {result['visited_blocks']} of {result['needed_blocks']} needed; loss "
         f"{result['packed_loss']:.6g} packed, {result['tree_loss']:.6g} as trees"
     )
-    if not math.isclose(result["packed_loss"], result["tree_loss"], rel_tol=1e-2):
-        print("error: the two losses differ, so the two sides did not compute the same thing")
-        return 1
-    if args.json:
-        print(json.dumps(result))
-    return 0
+    return finish(result, args.json)

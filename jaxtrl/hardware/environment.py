@@ -104,18 +104,6 @@ def _process_variables(processes: Processes, cores: int) -> dict[str, str]:
     }
 
 
-def processes_of(environment: Mapping[str, str] = os.environ) -> Processes | None:
-    """The job that Neuron's variables describe, for `jax.distributed.initialize`; None where they describe none."""
-    names = ("NEURON_RT_ROOT_COMM_ID", "NEURON_PJRT_PROCESSES_NUM_DEVICES", "NEURON_PJRT_PROCESS_INDEX")
-    if not any(name in environment for name in names):
-        return None
-    if missing := [name for name in names if not environment.get(name)]:
-        raise ValueError(f"{missing[0]} is not set, but {' and '.join(n for n in names if n not in missing)}: set all")
-    host, _, port = environment[names[0]].rpartition(":")
-    count = len(environment[names[1]].split(","))
-    return Processes(f"{host}:{int(port) + 1}", count, int(environment[names[2]])).check()
-
-
 def cores_of(instance: str, cores: str | int | None) -> range:
     """The set that an option means; None: all cores of the instance. Raises ValueError for one that is not allowed."""
     found = range(find_instance(instance).cores) if cores is None else parse_cores(cores)

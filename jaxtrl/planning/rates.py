@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrl.bench.machine import matmul_rate
 from jaxtrl.hardware.compile_cache import enable_compile_cache
 from jaxtrl.hardware.devices import peak_flops
+from jaxtrl.hardware.machine import matmul_rate
 from jaxtrl.planning.costs import NEURON_COMPILE_SECONDS, NEURON_HIGH_COMPILE, NEURON_HIGH_STEP, Rates
 from jaxtrl.planning.make import PlannedRun, steps_with
 from jaxtrl.planning.options import PlanConfig

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-_VARIABLES = {"cpu": None, "gpu": "CUDA_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
-_VARIABLES |= {"neuron": "NEURON_RT_VISIBLE_CORES"}
+_VARIABLES = {"gpu": "CUDA_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 
 class Place(NamedTuple):
@@ -18,12 +17,16 @@ class Place(NamedTuple):
 
 
 def worker_places(platform: str, workers: int, cores: str | None = None) -> list[Place]:
-    """A place per worker on a JAX platform ("cpu", "gpu", "cuda", "neuron").
+    """A place per worker on a JAX platform ("cpu", "gpu", "cuda"); `hardware.environment.worker_environments` has those
+    on Neuron.
 
-    `cores` are what the workers share evenly and the trainer does not use: CPU cores, GPU indices or NeuronCores, like
-    "1-3" or "0,2". Without them, workers on CPUs run on any; on other platforms, where a device belongs to one process,
-    raises ValueError, as it does where cores do not divide evenly.
+    `cores` are what the workers share evenly and the trainer does not use: CPU cores or GPU indices, like "1-3" or
+    "0,2". Without them, workers on CPUs run on any. Raises ValueError where there are none on a GPU, which belongs to
+    one process, where they do not divide evenly, and for another platform.
     """
+    if platform != "cpu" and platform not in _VARIABLES:
+        hint = "set neuron_instance and rollout_cores" if platform == "neuron" else "use rollout=inline"
+        raise ValueError(f"rollout workers on {platform} are not given devices by themselves: {hint}")
     if cores is None:
         if platform != "cpu":
             raise ValueError(
@@ -36,13 +39,9 @@ def worker_places(platform: str, workers: int, cores: str | None = None) -> list
         raise ValueError(f"rollout_cores {cores!r} are {len(numbers)}, which {workers} workers cannot share evenly")
     each = len(numbers) // workers
     shares = [numbers[i * each : (i + 1) * each] for i in range(workers)]
-    variable = _VARIABLES.get(platform)
-    if variable is None:
+    if platform == "cpu":
         return [Place({"JAX_PLATFORMS": "cpu"}, frozenset(share)) for share in shares]
-    places = [{variable: ",".join(map(str, share))} for share in shares]
-    if platform == "neuron":
-        places = [place | {"NEURON_RT_NUM_CORES": str(each), "JAX_PLATFORMS": "neuron,cpu"} for place in places]
-    return [Place(place) for place in places]
+    return [Place({_VARIABLES[platform]: ",".join(map(str, share))}) for share in shares]
 
 
 def parse_cores(cores: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,7 +51,7 @@ class WeightStore(Protocol):
     def close(self) -> None: ...
 
 
-class WorkerPool:
+class WorkerPool(ABC):
     """Gives each worker its stripe of the groups, and puts what comes back in order."""
 
     def __init__(
@@ -70,9 +71,9 @@ class WorkerPool:
         self._wait_seconds = self._sync_seconds = 0.0
         self._last: dict[str, float] = {}
 
+    @abstractmethod
     def _open(self, params: Any) -> tuple[WeightStore, Sequence[Callable[[OnMessage], WorkerHandle]]]:
         """The store for weights like these, and what starts each worker."""
-        raise NotImplementedError
 
     def start(self, params: Any, version: int, next_number: int, finished: Sequence[Group]) -> None:
         if self._workers:

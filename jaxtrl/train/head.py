@@ -137,9 +137,9 @@ def _dot(a: Array, b: Array, i: int, j: int) -> Array:
     return lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _targets(hidden, weight, target, temperature, shards):
+def _targets(hidden, own_rows, temperature):
     """The targets' logits, and how much another order of summation may change them."""
-    products = hidden.astype(jnp.float32) * take_rows(weight, target, shards, jnp.float32)
+    products = hidden.astype(jnp.float32) * own_rows
     picked, magnitude = sum_over_tensor(jnp.stack([products.sum(-1), jnp.abs(products).sum(-1)]) / temperature)
     return picked, ROUNDING * magnitude
 
@@ -150,8 +150,8 @@ def _rows(weight: Array, block: _Blocks, size: int, shards: Shards) -> Array:
     return gather(rows, 1) if shards.fsdp > 1 else rows
 
 
-def _statistics(hidden, weight, target, temperature, shards, kept=None):
-    """Statistics of one chunk of slots.
+def _statistics(hidden, weight, target, own_rows, temperature, shards, kept=None):
+    """Statistics of one chunk of slots; `own_rows` are the targets' rows of `weight` in float32.
 
     With a buffer `kept` [blocks, size, slots] it is filled with exp(logit - maximum so far), 0 for the targets, and
     what comes back with it is those maxima [blocks, slots] and the sum of exp(logit - top) * row over all rows of
@@ -160,7 +160,7 @@ def _statistics(hidden, weight, target, temperature, shards, kept=None):
     axes = varying_axes((hidden, weight, target))
     vocab, slots = weight.shape[0], hidden.shape[0]
     size = _Blocks.size(vocab, slots)
-    picked, rounding = _targets(hidden, weight, target, temperature, shards)
+    picked, rounding = _targets(hidden, own_rows, temperature)
     target = own_ids(weight, target, shards)
     by_row = kept is not None and kept.dtype == jnp.float32  # rounded to bfloat16, rows are too coarse for an entropy
 
@@ -264,7 +264,8 @@ def _score_forward(hidden, weight, target, temperature, chunk, shards):
 
     def visit(_, slots):
         hidden, target = slots
-        statistics = _statistics(hidden, cast, target, temperature, shards)
+        own_rows = take_rows(cast, target, shards, jnp.float32)
+        statistics = _statistics(hidden, cast, target, own_rows, temperature, shards)
         return None, (statistics.results(), statistics.log_sum(), statistics.remainder())
 
     _, (results, log_sum, remainder) = _by_chunk(visit, None, (hidden, target), chunk)
@@ -329,7 +330,8 @@ def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk,
     def visit(carry, slots):
         hidden, target, cotangent = slots
         dweight, kept = carry
-        statistics, kept, tops, expected = _statistics(hidden, cast, target, temperature, shards, kept)
+        own_rows = take_rows(cast, target, shards, jnp.float32)
+        statistics, kept, tops, expected = _statistics(hidden, cast, target, own_rows, temperature, shards, kept)
         results, log_sum = statistics.results(), statistics.log_sum()
         cotangent = _sloped(cotangent, slope, results[0])
         scaled = cotangent / temperature
@@ -344,7 +346,7 @@ def _total_forward(hidden, weight, target, cotangent, temperature, slope, chunk,
         dweight, _ = lax.scan(visit_block, dweight, (blocks, tops))
         onto_target = -scaled * statistics.remainder()
         dhidden = expected.T * (-scaled * jnp.exp(statistics.top - log_sum))[:, None]
-        dhidden = dhidden + onto_target[:, None] * take_rows(weight, target, shards, weight.dtype)
+        dhidden = dhidden + onto_target[:, None] * own_rows
         return (dweight, kept), (results, cotangent, onto_target, dhidden.astype(hidden.dtype))
 
     slots = _chunk_size(hidden.shape[0], chunk)

@@ -130,8 +130,8 @@ class AsyncGRPOTrainer(Trainer):
         jobs = list(self.steps.jobs(self.shape))
         check_fits(self.steps, jobs)
         self._rollout = self._make_rollout(self._longest(), self._total_groups)
-        if args.beta > 0:
-            self._reference = self.steps.place(self._found.load_params() if self._params is None else self._params)
+        if args.beta > 0 and self._reference is None:  # a second run keeps the reference of the first
+            self._reference = self.steps.place(self._params)
         epochs = -(-self._total_groups // len(data.prompts)) if self._total_groups < UNLIMITED else 1
         self._open_run(resumed, total, epochs)
         self.programs.foresee(jobs)
@@ -354,8 +354,7 @@ class AsyncGRPOTrainer(Trainer):
     def _reference_checksum(self) -> int:
         """Of the weights that `beta` pulls towards, which a resumed run is given anew."""
         if self._checksum is None:
-            params = self._found.load_params() if self._params is None else self._params
-            self._checksum = zlib.crc32(np.asarray(params["embed_tokens"]).tobytes())
+            self._checksum = zlib.crc32(np.asarray(self._params["embed_tokens"]).tobytes())
         return self._checksum
 
     def _decode(self, ids: list[int]) -> str:

@@ -1,7 +1,7 @@
 """What every trainer does around its steps: callbacks, logging, checkpoints, the state of a run and its end."""
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float | int]
 
 
-class Trainer:
+class Trainer(ABC):
     """The common part of `SFTTrainer` and `AsyncGRPOTrainer`, which say what is trained on and how a step is made.
 
     A subclass sets `steps` and calls `_call("on_init_end")` at the end of its own construction.

@@ -88,6 +88,16 @@ def test_several_updates_on_a_batch_and_evaluation(tmp_path, tiny_tokenizer, com
     assert trainer.evaluate()["eval_reward"] == evals[-1]["eval_reward"], "the same prompts, weights and seeds"
 
 
+def test_a_second_run_goes_on_from_the_same_reference(tmp_path, tiny_tokenizer, compile_cache):
+    trainer = make_trainer(tmp_path, tiny_tokenizer, compile_cache, beta=0.1, max_steps=2)
+    reference = jax.device_get(trainer.params)
+    trainer.train()
+    trainer.train()
+    assert same(reference, trainer._reference)
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert logs[0]["kl"] > 1e-5, "the second run begins where the first ended, away from the reference"
+
+
 def test_a_constant_reward_moves_nothing(tmp_path, tiny_tokenizer, compile_cache):
     trainer = make_trainer(tmp_path, tiny_tokenizer, compile_cache, reward=lambda prompts, **_: [0.5] * len(prompts))
     before = jax.device_get(trainer.params)
@@ -127,7 +137,10 @@ def test_rewards_are_weighted_and_failures_counted(tmp_path, tiny_tokenizer, com
         tmp_path, tiny_tokenizer, compile_cache, reward=[odd, none], reward_weights=[2.0, 1.0], max_steps=2
     )
     trainer.train()
-    for log in (log for log in trainer.state.log_history if "reward" in log):
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert len(logs) == 2
+    assert sum(log["completions/failed_total"] for log in logs) > 0
+    for log in logs:
         assert log["reward"] == 2 * log["rewards/odd/mean"] == 2
         assert "rewards/none/mean" not in log
         assert log["batch/trained_tokens_per_step"] == 6 * (8 - log["completions/failed_total"])
