@@ -4,12 +4,13 @@ The same groups are trained twice, each time in fresh processes: with `rollout=i
 trainer and one worker, each held to a core of its own. Completions have random lengths (the model is random, or never
 ends), the reward is the share of even token ids. Measured are the optimizer steps in the middle of a run, all programs
 being compiled, with as many groups ahead at the end as at the beginning. `training_share` is training's part of the
-inline time: the two halves are about equal work where it is near 0.5.
+inline time: the two halves are about equal work where it is near 0.5; `--slots` and `--completion` move it.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,13 @@ MAX_STALENESS = 2
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="python -m jaxtrl.bench async", description=__doc__)
     out.add_argument("--model", help="folder of a Qwen3 checkpoint with its tokenizer (default: the tiny random model)")
-    out.add_argument("--steps", type=int, default=20, help="optimizer steps that are measured (default 20)")
+    out.add_argument("--steps", type=int, default=10, help="optimizer steps that are measured (default 10)")
     out.add_argument("--group", type=int, default=8, help="completions of a prompt (default 8)")
     out.add_argument("--batch", type=int, default=32, help="completions of a step (default 32)")
     out.add_argument("--completion", type=int, default=64, help="tokens of a completion at most (default 64)")
     out.add_argument("--tokens", type=int, default=1024, help="tokens of a row (default 1024)")
-    out.add_argument("--slots", type=int, default=4, help="completions that are decoded together (default 4)")
+    out.add_argument("--slots", type=int, default=1, help="completions that are decoded together (default 1)")
+    out.add_argument("--pairs", type=int, default=3, help="runs of both cells; the median counts (default 3)")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     out.add_argument("--cell", choices=("inline", "workers"), help=argparse.SUPPRESS)
     return out
@@ -50,22 +52,33 @@ def main(argv: list[str]) -> int:
     if len(cores) < 2:
         print("bench async needs two CPU cores", file=sys.stderr)
         return 2
-    cells = {name: _measure(argv, name, cores[0]) for name in ("inline", "workers")}
-    inline, workers = cells["inline"], cells["workers"]
+    pairs = [_pair(argv, args.steps, cores[0]) for _ in range(args.pairs)]
     result = {
-        "ratio": workers["seconds"] / inline["seconds"],
-        "training_share": 1 - inline["wait_seconds"] / inline["seconds"],
-        "cells": cells,
+        "ratio": statistics.median(pair["ratio"] for pair in pairs),
+        "training_share": statistics.median(pair["training_share"] for pair in pairs),
+        "pairs": pairs,
         "load": os.getloadavg()[0],
     }
-    for name, cell in cells.items():
-        print(
-            f"{name:8} {cell['seconds']:.2f} s for {args.steps} steps, of which {cell['wait_seconds']:.2f} s of waiting"
-        )
-    print(f"ratio {result['ratio']:.3f}, training is {result['training_share']:.0%} of the inline time")
+    print(
+        f"ratio {result['ratio']:.3f}, training is {result['training_share']:.0%} of the inline time "
+        f"(medians of {len(pairs)} pairs)"
+    )
     if args.json:
         print(json.dumps(result))
     return 0
+
+
+def _pair(argv: list[str], steps: int, core: int) -> dict[str, Any]:
+    """Both cells, one after the other."""
+    cells = {name: _measure(argv, name, core) for name in ("inline", "workers")}
+    for name, cell in cells.items():
+        print(f"{name:8} {cell['seconds']:.2f} s for {steps} steps, of which {cell['wait_seconds']:.2f} s of waiting")
+    inline, workers = cells["inline"], cells["workers"]
+    return {
+        "ratio": workers["seconds"] / inline["seconds"],
+        "training_share": 1 - inline["wait_seconds"] / inline["seconds"],
+        "cells": cells,
+    }
 
 
 def _measure(argv: list[str], cell: str, core: int) -> dict[str, Any]:
