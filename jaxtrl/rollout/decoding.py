@@ -29,7 +29,7 @@ from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import DecoderLayer, Linear, RMSNorm, embed
 from jaxtrl.model.rope import rope_tables
 from jaxtrl.rollout.sampling import Controls, Drawn, draw_slots
-from jaxtrl.rollout.skinny import SkinnyLinear, product
+from jaxtrl.rollout.skinny import SkinnyLinear, head_scores, product
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE, BlockTables
 
 BLOCK = DEFAULT_BLOCK_SIZE  # tokens copied from a prefilled row to a slot at a time; divides rows and columns
@@ -157,30 +157,35 @@ def insert(
     return lax.scan(put, caches, copies)[0]
 
 
+def _heads_product(a: Float[Array, "s h g i"], b: Float[Array, "s h m n"], axis: int) -> Float[Array, "s h g o"]:
+    """Of every slot and head, in float32; `axis` of b (2 or 3) is summed over."""
+    axes = ((3,), (axis,)), ((0, 1), (0, 1))
+    return lax.dot_general(a, b.astype(a.dtype), axes, preferred_element_type=jnp.float32)
+
+
 def attend_cached(
     q: Float[Array, "slots heads d"],
     cache: KeyValue,
     tail: KeyValue,
     length: Int[Array, "slots"],
     step: Int[Array, ""],
+    scores: Callable[[Array, Array], Array],
 ) -> Float[Array, "slots heads d"]:
-    """softmax(q k^T / sqrt(d)) v over the first `length` columns of the cache and the tail up to `step`, in float32."""
+    """softmax(q k^T / sqrt(d)) v over the first `length` columns of the cache and the tail up to `step`, in float32.
+
+    `scores` is what multiplies queries [slots, kv_heads, group, d] and keys [slots, kv_heads, columns, d].
+    """
     slots, heads, d = q.shape
     kv_heads, columns = cache.key.shape[1:3]
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, d)
-
-    def product(a, b, contract):
-        axes = ((contract[0],), (contract[1],)), ((0, 1), (0, 1))
-        return lax.dot_general(a, b.astype(q.dtype), axes, preferred_element_type=jnp.float32)
-
     visible = lax.iota(jnp.int32, columns) < length[:, None]
-    old = jnp.where(visible[:, None, None], product(grouped, cache.key, (3, 3)) * d**-0.5, MASKED)
+    old = jnp.where(visible[:, None, None], scores(grouped, cache.key) * d**-0.5, MASKED)
     recent = lax.iota(jnp.int32, tail.key.shape[2]) <= step
-    new = jnp.where(recent, product(grouped, tail.key, (3, 3)) * d**-0.5, MASKED)
+    new = jnp.where(recent, scores(grouped, tail.key) * d**-0.5, MASKED)
     top = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
     total = old.sum(-1, keepdims=True) + new.sum(-1, keepdims=True)
-    out = product(old.astype(q.dtype), cache.value, (3, 2)) + product(new.astype(q.dtype), tail.value, (3, 2))
+    out = _heads_product(old.astype(q.dtype), cache.value, 2) + _heads_product(new.astype(q.dtype), tail.value, 2)
     return (out / total).astype(q.dtype).reshape(slots, heads, d)
 
 
@@ -194,6 +199,7 @@ def decode(
 ) -> tuple[tuple[KeyValue, ...], Drawn]:
     """The caches with k more tokens in every slot, and what was drawn, fields [k, slots]."""
     is_skinny = linear is SkinnyLinear
+    scores = head_scores if is_skinny else partial(_heads_product, axis=3)
     count, marks = inputs.uniforms.shape[0], inputs.marks
     length = jnp.asarray(inputs.length)
     norm = nnx.merge(_modules(config, linear)[1], weights.norm)
@@ -206,7 +212,7 @@ def decode(
         def attention(layer, q, k, v):
             added = KeyValue(*(_append(x, y, number) for x, y in zip(tails[layer], (k, v), strict=True)))
             new_tails.append(added)
-            return attend_cached(q, caches[layer], added, length, number)
+            return attend_cached(q, caches[layer], added, length, number, scores)
 
         x = embed(weights.embedding, token, dtype)
         x = norm(_apply_layers(config, linear, weights, x, length + number, attention), dtype)

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxtrl.rollout.skinny import MOST_ROWS, reduce_together
 
 MASKED = -1e30  # finite: exp(MASKED - maximum) is exactly 0
 
@@ -64,15 +67,18 @@ def draw(
     scores = plain
     if seen is not None and forbidden is not None:
         scores = _blocks(jnp.where(forbidden, MASKED, _penalised(logits, seen, controls) / temperature))
-    tops = scores.max(axis=1)
+    maxima, sums_of = (_maxima, _sums) if halvings > 1 else (_row_maxima, _row_sums)
+    tops = maxima(scores)
     top = tops.max()
     weights = jnp.exp(scores - top)
     if seen is not None:
         weights = _filtered(scores, weights, controls, halvings)
-    sums = weights.sum(axis=1)
+    sums = sums_of(weights)
     block, before = _pick_block(sums, uniform)
     block = jnp.where(controls.temperature > 0, block, _first(tops >= top))
-    score, logit, weight = (lax.dynamic_index_in_dim(x, block, 0, keepdims=False) for x in (scores, plain, weights))
+    score, logit = (lax.dynamic_index_in_dim(x, block, 0, keepdims=False) for x in (scores, plain))
+    # Without a filter, computed again: then the weights of the whole vocabulary are summed and never stored.
+    weight = jnp.exp(score - top) if seen is None else lax.dynamic_index_in_dim(weights, block, 0, keepdims=False)
     column = jnp.where(
         controls.temperature > 0, _first_above(_running_sums(weight), weight, before), _first(score >= top)
     )
@@ -81,9 +87,31 @@ def draw(
     log_sum = top + jnp.log(sums.sum())
     sampled_logp = jnp.where(controls.temperature > 0, score - log_sum, 0.0)
     if seen is not None:
-        top = plain.max(axis=1).max()
-        log_sum = top + jnp.log(jnp.exp(plain - top).sum(axis=1).sum())
+        top = maxima(plain).max()
+        log_sum = top + jnp.log(sums_of(jnp.exp(plain - top)).sum())
     return Drawn(block * plain.shape[1] + column, logit - log_sum, sampled_logp)
+
+
+def _row_maxima(x: Float[Array, "blocks width"]) -> Float[Array, "blocks"]:
+    return x.max(axis=1)
+
+
+def _row_sums(x: Float[Array, "blocks width"]) -> Float[Array, "blocks"]:
+    return x.sum(axis=1)
+
+
+# On CPU the slots are the operands of one reduction, which computes what it reduces as it goes (`skinny`).
+_maxima, _sums = custom_vmap(_row_maxima), custom_vmap(_row_sums)
+
+
+@_maxima.def_vmap
+def _maxima_of_slots(slots: int, _, x: Float[Array, "slots blocks width"]) -> tuple[Array, bool]:
+    return (jnp.stack(reduce_together(list(x), lax.max, -np.inf)) if slots <= MOST_ROWS else x.max(axis=2)), True
+
+
+@_sums.def_vmap
+def _sums_of_slots(slots: int, _, x: Float[Array, "slots blocks width"]) -> tuple[Array, bool]:
+    return (jnp.stack(reduce_together(list(x), lax.add, 0.0)) if slots <= MOST_ROWS else x.sum(axis=2)), True
 
 
 def pick(weights: Float[Array, "blocks width"], uniform: Float[Array, ""]) -> Int[Array, ""]:
@@ -176,10 +204,7 @@ def _sums_from(scores: Array, weights: Array, orders: list[Array]) -> list[Array
     parts = [jnp.where(scores >= _number(order), weights, 0.0) for order in orders]
     if len(parts) == 1:
         return [parts[0].sum(axis=1).sum()]
-    rows = lax.reduce(
-        parts, [np.float32(0)] * len(parts), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
-    )
-    return [row.sum() for row in rows]
+    return [row.sum() for row in reduce_together(parts, lax.add, 0.0)]
 
 
 def _middle(low: Array, high: Array) -> Array:

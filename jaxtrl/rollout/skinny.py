@@ -1,12 +1,13 @@
-"""Products of a few rows with a large matrix at the speed of the memory, on CPU.
+"""Products and reductions of a few rows at the speed of the memory, on CPU.
 
-XLA's matrix product packs its operands: for the 8 rows of a decoding step it reads weights at a fraction of the rate
-that the memory has. Written as one reduction with an operand per row, the weights pass through the registers once, and
-the rows stay in the first-level cache. It needs COMPILER_OPTIONS: only where the sums of a reduction may be reordered
-is the loop over the inner axis one of vectors. NaN and infinity keep their meaning.
+A reduction of several operands is what XLA compiles to one loop that reads the weights once, takes what computes its
+operands into that loop, and runs on all cores; a single operand is written to memory first, and an x @ weight.T packs
+the weights anew each time. It needs COMPILER_OPTIONS: only where the sums of a reduction may be reordered is the loop
+over the inner axis one of vectors. NaN and infinity keep their meaning.
 """
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,30 +18,48 @@ from jaxtrl.model.qwen3 import Linear
 
 COMPILER_OPTIONS = {"xla_cpu_enable_fast_math": True}
 ROWS = 8  # that one reduction takes: an accumulator each
-MOST_ROWS = 16  # from which on the matrix product is as fast
+MOST_ROWS = 16  # that are taken by reductions, ROWS at a time
+LONG = 1024  # inner axis of float32 from which on XLA's product of the weights with the rows is faster
 BLOCK = 128  # rows of the weights that the inner loops run over
 
 
 def product(x: Float[Array, "n i"], weight: Float[Array, "o i"]) -> Float[Array, "n o"]:
-    """x @ weight.T in float32."""
-    if not 1 < x.shape[0] <= MOST_ROWS:
-        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    """x @ weight.T in float32; both of one dtype."""
+    count, inner = x.shape
+    if count > MOST_ROWS or (weight.dtype == jnp.float32 and (count == 1 or count > ROWS or inner >= LONG)):
+        y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return lax.optimization_barrier(y).T  # without it XLA turns the product round, and packs the weights
     rows = _computed_once(x.astype(jnp.float32))
-    blocks = weight.reshape(-1, math.gcd(weight.shape[0], BLOCK), weight.shape[1]).astype(jnp.float32)
+    blocks = weight.reshape(-1, math.gcd(weight.shape[0], BLOCK), inner).astype(jnp.float32)
     out: list[Array] = []
-    for first in range(0, x.shape[0], ROWS):
-        products = [blocks * row for row in rows[first : first + ROWS]]
-        out += lax.reduce(products, [np.float32(0)] * len(products), _add, (2,))
+    for first in range(0, count, ROWS):
+        out += reduce_together([blocks * row for row in rows[first : first + ROWS]], lax.add, 0.0)
     return jnp.stack([y.reshape(-1) for y in out])
 
 
-def _computed_once(x: Float[Array, "n i"]) -> Float[Array, "n i"]:
+def head_scores(q: Float[Array, "s h g d"], keys: Float[Array, "s h c d"]) -> Float[Array, "s h g c"]:
+    """q keys^T of every slot and key head in float32, whose g queries are the operands of one reduction."""
+    queries, keys = _computed_once(q.astype(jnp.float32)), keys.astype(jnp.float32)
+    return jnp.stack(reduce_together([keys * queries[:, :, i, None] for i in range(q.shape[2])], lax.add, 0.0), axis=2)
+
+
+def reduce_together(operands: list[Array], combine: Callable[[Array, Array], Array], start: float) -> list[Array]:
+    """Each of the operands, of one shape, reduced over its last axis by one reduction of them all."""
+    if len(operands) == 1:  # twice: its own one would be a reduction of a single operand
+        first, second = reduce_together([operands[0]] * 2, combine, start)
+        return [jnp.where(first == second, first, second)]
+    axis = operands[0].ndim - 1
+    return lax.reduce(
+        operands,
+        [np.float32(start)] * len(operands),
+        lambda a, b: [combine(x, y) for x, y in zip(a, b, strict=True)],
+        (axis,),
+    )
+
+
+def _computed_once(x: Float[Array, "*n i"]) -> Float[Array, "*n i"]:
     """x / 1 for numbers: XLA repeats what computes its input for every row of the weights, but no division."""
     return x / jnp.where(jnp.isfinite(x), 1.0, jnp.nan)
-
-
-def _add(a: list[Array], b: list[Array]) -> list[Array]:
-    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 class SkinnyLinear(Linear):

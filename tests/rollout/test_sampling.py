@@ -212,6 +212,23 @@ def test_several_halvings_a_pass_find_the_same_thresholds():
         np.testing.assert_array_equal(*(f(scores, weights, controls(**kept)) for f in (one, three)))
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_slots_reduced_together_draw_what_each_draws_alone(slots):
+    rng = np.random.default_rng(slots)
+    logits, uniforms = rng.normal(0, 3, (slots, 1000)).astype(np.float32), rng.random(slots, np.float32)
+    values = Controls(*(np.repeat(x, slots) for x in controls(top_k=50, repetition_penalty=1.2)))
+    values.temperature[:] = [0.7, 0.0, 1.5][:slots]
+    seen = np.tile(np.arange(1000) % 7 == 0, (slots, 1))
+    for marks in ((), (seen, ~seen)):
+        args = logits, uniforms, values, *marks
+        one, three = (
+            jax.jit(partial(draw_slots, halvings=n), compiler_options=COMPILER_OPTIONS)(*args) for n in (1, 3)
+        )
+        np.testing.assert_array_equal(one.token, three.token)
+        np.testing.assert_allclose(one.logp, three.logp, atol=2e-6)
+        np.testing.assert_allclose(one.sampled_logp, three.sampled_logp, atol=2e-6)
+
+
 @pytest.mark.parametrize("filtered", [False, True])
 def test_nothing_in_it_that_neuron_cannot_run(filtered):
     logits, uniform = jax.ShapeDtypeStruct((4, 1000), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.float32)
