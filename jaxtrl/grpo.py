@@ -27,13 +27,20 @@ TINY = {
     "token_budget": "1024",
     "learning_rate": "8e-4",
     "lr_scheduler_type": "linear",
+    "warmup_steps": "10",
     "epsilon_high": "0.28",
     "max_staleness": "2",
     "logging_steps": "10",
+    "eval_strategy": "steps",
+    "eval_steps": "250",
+    "eval_on_start": "true",
+    "num_generations_eval": "4",
     "save_strategy": "no",
 }
+OF_BUNDLED_PROMPTS = ("eval_strategy", "eval_steps", "eval_on_start")
 TINY_SFT = "tiny_sft"  # the folder of the tiny model inside the output folder
-TRAINING_PROMPTS = 64  # of the bundled ones, so that each comes often in a short run; the others are for evaluation
+TINY_SFT_EPOCHS = 7  # of its training: with the 4 of jaxtrl.sft it knows too little to be rewarded
+TRAINING_PROMPTS = 128  # of the bundled ones, so that each comes often in a short run
 
 
 @dataclasses.dataclass
@@ -68,16 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tiny_flags(argv: Sequence[str]) -> list[str]:
-    """The options of the embedded default, unless the user names a model or a configuration."""
+    """The options of the embedded default, unless the user names a model or a configuration.
+
+    With other data, those that belong to the bundled prompts are left out.
+    """
     from jaxtrl.trainers.command import flag_names
 
-    if flag_names(argv) & {"config", "model_name_or_path"}:
+    names = flag_names(argv)
+    if names & {"config", "model_name_or_path"}:
         return []
-    return [f"--{name}={value}" for name, value in TINY.items()]
+    own_data = "dataset_name" in names
+    chosen = {name: value for name, value in TINY.items() if not (own_data and name in OF_BUNDLED_PROMPTS)}
+    return [f"--{name}={value}" for name, value in chosen.items()]
 
 
 def _run(args: Any, reward_funcs: list[str]) -> None:
-    from jaxtrl.assets import prompts_path
+    from jaxtrl.assets import eval_prompts_path, prompts_path
     from jaxtrl.trainers.command import data_sources, load_data, start_neuron
     from jaxtrl.trainers.output_folder import begin_folder
 
@@ -88,6 +101,7 @@ def _run(args: Any, reward_funcs: list[str]) -> None:
     from jaxtrl.hardware.memory import keep_freed_memory
     from jaxtrl.trainers.checks import check_files
     from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
+    from jaxtrl.trainers.grpo_report import rewards_line
     from jaxtrl.trainers.grpo_trainer import AsyncGRPOTrainer
 
     if jax.default_backend() == "cpu":
@@ -95,29 +109,29 @@ def _run(args: Any, reward_funcs: list[str]) -> None:
     model: Any = args.model_name_or_path
     if model is not None:  # what is wrong with it is said before the data is read
         model = check_files(model, args, AsyncGRPOConfig).source
-    sources = data_sources(args, prompts_path(), prompts_path())
+    sources = data_sources(args, prompts_path(), eval_prompts_path())
     train, evaluation = (None if source is None else load_data(source, args) for source in sources)
     if args.dataset_name is None:
         bundled: Any = train
-        train, evaluation = (
-            bundled.select(range(TRAINING_PROMPTS)),
-            bundled.select(range(TRAINING_PROMPTS, len(bundled))),
-        )
+        train = bundled.select(range(TRAINING_PROMPTS))
     if model is None:
         model = tiny_sft_model(Path(args.output_dir) / TINY_SFT, args)
     trainer = AsyncGRPOTrainer(model, [*reward_funcs], args, train_dataset=train, eval_dataset=evaluation)
     trainer.train()
     if args.save_strategy == "no":
         trainer.save_model()
+    trainer.display.say(rewards_line(trainer.state.log_history))
 
 
 def tiny_sft_model(folder: Path, args: Any) -> Path:
-    """The folder of the model of `python -m jaxtrl.sft` without arguments, trained into it if it is not there."""
+    """The folder of the model of `python -m jaxtrl.sft` without arguments, trained into it if it is not there, for more
+    epochs."""
     from jaxtrl import sft
 
     if not (folder / "model.safetensors").is_file():
-        print(f"training the tiny model of python -m jaxtrl.sft in {folder}", flush=True)
+        print(f"training the tiny model of python -m jaxtrl.sft for {TINY_SFT_EPOCHS} epochs in {folder}", flush=True)
         flags = [f"--output_dir={folder}", f"--compile_cache={args.compile_cache}", "--resume_from_checkpoint=auto"]
+        flags += [f"--num_train_epochs={TINY_SFT_EPOCHS}", "--logging_steps=50"]
         if sft.main(flags):
             raise ValueError(f"the tiny model could not be trained into {folder}: see above")
     return folder

@@ -10,6 +10,7 @@ million parameters learns something from them in minutes on a CPU.
 import json
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 ASSETS = Path(__file__).resolve().parents[1] / "jaxtrl" / "assets"
-TRAIN_ROWS, EVAL_ROWS, PROMPT_ROWS = 2000, 100, 600
+TRAIN_ROWS, EVAL_ROWS, PROMPT_ROWS, EVAL_PROMPT_ROWS = 2000, 100, 500, 100
+HELD_OUT = 6  # one of so many different sums has prompts for evaluation only
 VOCAB_SIZE = 768
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -138,6 +140,12 @@ def arithmetic(dice: Dice) -> Question:
     return dice.pick([question] * 3 + others), str(result)
 
 
+def sum_of(question: str) -> tuple[int, str, int]:
+    """What an arithmetic question asks, however it is phrased."""
+    a, sign, b = re.search(r"(\d+) (\S+) (\d+)", question).groups()
+    return int(a), {"plus": "+", "minus": "-", "times": "*"}.get(sign, sign), int(b)
+
+
 def _words(dice: Dice, low: int, high: int) -> list[str]:
     return [dice.pick(WORDS) for _ in range(dice.number(low, high))]
 
@@ -180,14 +188,21 @@ def different(draw: Callable[[Dice], object], seed: int) -> Iterator[object]:
 
 
 def make_data() -> dict[str, list[dict]]:
-    """File name -> rows. No conversation of the evaluation file is in the training file."""
+    """File name -> rows. No conversation of the evaluation file is in the training file, and no sum of the evaluation
+    prompts is in the training prompts, however it is phrased."""
     chats = different(chat, seed=1)
     questions = different(arithmetic, seed=2)
-    prompts = [next(questions) for _ in range(PROMPT_ROWS)]
+    drawn = [next(questions) for _ in range(PROMPT_ROWS + EVAL_PROMPT_ROWS)]
+    held_out = set(list(dict.fromkeys(sum_of(question) for question, _ in drawn))[HELD_OUT - 1 :: HELD_OUT])
+    prompts = {False: [], True: []}
+    for question, answer in drawn:
+        row = {"prompt": [{"role": "user", "content": question}], "answer": answer}
+        prompts[sum_of(question) in held_out].append(row)
     return {
         "train.jsonl": [{"messages": next(chats)} for _ in range(TRAIN_ROWS)],
         "eval.jsonl": [{"messages": next(chats)} for _ in range(EVAL_ROWS)],
-        "prompts.jsonl": [{"prompt": [{"role": "user", "content": q}], "answer": answer} for q, answer in prompts],
+        "prompts.jsonl": prompts[False][:PROMPT_ROWS],
+        "eval_prompts.jsonl": prompts[True][:EVAL_PROMPT_ROWS],
     }
 
 

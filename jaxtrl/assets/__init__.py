@@ -20,8 +20,13 @@ def eval_data_path() -> Path:
 
 
 def prompts_path() -> Path:
-    """600 sums for GRPO as JSONL: `prompt` (messages) and `answer` (the number as text)."""
+    """500 sums for GRPO as JSONL: `prompt` (messages) and `answer` (the number as text)."""
     return _path("data/prompts.jsonl")
+
+
+def eval_prompts_path() -> Path:
+    """100 more, of sums that are not among those of `prompts_path` in any phrasing."""
+    return _path("data/eval_prompts.jsonl")
 
 
 def _path(name: str) -> Path:

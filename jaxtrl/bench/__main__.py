@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxtrl.bench import asynchronous, combined, generate, grpo, sft, shapes, tree
+from jaxtrl.bench import asynchronous, combined, generate, grpo, learning, sft, shapes, tree
 
 BENCHES = {
     "sft": sft.main,
@@ -12,6 +12,7 @@ BENCHES = {
     "shapes": shapes.main,
     "generate": generate.main,
     "async": asynchronous.main,
+    "learning": learning.main,
 }
 
 

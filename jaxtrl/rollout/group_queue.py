@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from jaxtrl.rollout.groups import Group, Prompt
 from jaxtrl.rollout.pacing import Pacing, prompt_indices
@@ -11,8 +12,9 @@ from jaxtrl.rollout.producer import Task
 class GroupQueue:
     """Groups of a run by number, from admission until they are taken. Holds no lock and starts nothing.
 
-    Group g is of `prompts[prompt_index(g, seed, len(prompts), shuffle)]`. `finished_total` and `taken_total` count all
-    groups since the start, so that finished = taken + kept proves that none was thrown away.
+    Group g is of `prompts[prompt_index(g, seed, len(prompts), shuffle)]`. `finished_total`, `taken_total` and
+    `skipped_total` count all groups since the start, so that finished = taken + kept + skipped proves that none was
+    thrown away but those that the trainer asked to.
     """
 
     def __init__(
@@ -33,7 +35,8 @@ class GroupQueue:
             if group.number < next_number:
                 raise ValueError(f"group {group.number} was trained already: the next one is {next_number}")
             self.kept[group.number] = group
-        self.finished_total, self.taken_total, self.queue_seconds = len(self.kept), 0, 0.0
+        self.finished_total, self.taken_total, self.skipped_total, self.queue_seconds = len(self.kept), 0, 0, 0.0
+        self._unwanted: set[int] = set()  # skipped while they were under way
         self._admitted = next_number
         self._indices = prompt_indices(next_number, self.seed, len(self.prompts), self.shuffle)
 
@@ -54,6 +57,11 @@ class GroupQueue:
 
     def add(self, group: Group) -> None:
         """A group is finished."""
+        if group.number in self._unwanted:
+            self._unwanted.remove(group.number)
+            self.finished_total += 1
+            self.skipped_total += 1
+            return
         if group.number in self.kept or not self.next <= group.number < self._admitted:
             raise AssertionError(f"group {group.number} came twice or was not asked for: this is a defect of jaxtrl")
         self.kept[group.number] = group
@@ -80,6 +88,23 @@ class GroupQueue:
         self.queue_seconds += sum(time.time() - group.scored for group in taken)
         return taken
 
+    def skip(self, count: int, more: int = 0) -> None:
+        """The next `count` groups are not trained: those that are done, or under way, are dropped, others not begun.
+
+        The run has `more` groups at its end than was planned.
+        """
+        end = self.next + count
+        for number in range(self.next, min(end, self._admitted)):
+            if self.kept.pop(number, None) is None:
+                self._unwanted.add(number)
+            else:
+                self.skipped_total += 1
+        for _ in range(self._admitted, end):
+            next(self._indices)
+        self._admitted, self.next = max(self._admitted, end), end
+        self.dropped += count
+        self.pacing = replace(self.pacing, total_groups=self.pacing.total_groups + more)
+
     def finished(self) -> list[Group]:
         return [self.kept[number] for number in sorted(self.kept)]
 
@@ -97,6 +122,7 @@ def queue_metrics(queue: GroupQueue, since: Mapping[str, float | int]) -> dict[s
         "rollout/failed_completions": since.get("failed", 0.0),
         "rollout/finished_groups": queue.finished_total,
         "rollout/taken_groups": queue.taken_total,
+        "rollout/skipped_groups": queue.skipped_total,
         "rollout/admission_limit": queue.limit,
     }
     return {name: float(value) for name, value in gauges.items()}

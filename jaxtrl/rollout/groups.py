@@ -67,6 +67,10 @@ class Rollout(Protocol):
     def release(self, count: int) -> None:
         """`count` of the groups taken were dropped by a filter, so later groups move forward: admit as many more."""
 
+    def skip(self, count: int, more: int) -> None:
+        """The next `count` groups, the rest of an epoch that a callback ends, are not trained; the run has `more`
+        groups at its end than was planned."""
+
     def publish(self, params: Any, version: int) -> None:
         """These are the parameters after `version` optimizer steps; sampling goes on with them."""
 

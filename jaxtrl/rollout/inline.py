@@ -46,6 +46,9 @@ class InlineRollout:
     def release(self, count: int) -> None:
         self._queue.dropped += count
 
+    def skip(self, count: int, more: int) -> None:
+        self._queue.skip(count, more)
+
     def publish(self, params: Any, version: int) -> None:
         start = time.perf_counter()
         self.producer.update_params(_on_one_device(params), version)

@@ -99,6 +99,11 @@ class WorkerPool(ABC):
         self._queue.dropped += count
         self._admit()
 
+    def skip(self, count: int, more: int) -> None:
+        with self._news:
+            self._queue.skip(count, more)
+        self._admit()
+
     def publish(self, params: Any, version: int) -> None:
         self._check()
         start = time.perf_counter()

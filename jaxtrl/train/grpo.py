@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.rows.batch import RowBatch
-from jaxtrl.train.losses import sum_by_slot, take_slots
-from jaxtrl.train.policy import Evaluated, PolicyLoss
+from jaxtrl.train.losses import sum_by_sample, sum_by_slot, take_slots
+from jaxtrl.train.policy import LARGEST, Evaluated, PolicyLoss
 from jaxtrl.train.step import (
     Accumulated,
     Metrics,
@@ -41,6 +41,23 @@ class PolicySums(NamedTuple):
     low: Float[Array, ""]
     high: Float[Array, ""]
     importance: Float[Array, ""]
+
+
+class PolicyPeaks(NamedTuple):
+    """Largest values over trained terms of any number of micro-batches; float32 scalars, -LARGEST where there is none.
+
+    The smallest value of something is minus the largest of its negative.
+    """
+
+    mismatch: Float[Array, ""]
+    minus_low: Float[Array, ""]  # of the share of a completion's terms that are clipped
+    high: Float[Array, ""]
+    importance: Float[Array, ""]
+    minus_importance: Float[Array, ""]
+
+    @classmethod
+    def of_nothing(cls) -> "PolicyPeaks":
+        return cls(*(jnp.full((), -LARGEST, jnp.float32) for _ in cls._fields))
 
 
 def make_grpo_step(
@@ -74,7 +91,8 @@ def make_grpo_step(
     Metrics are float32 scalars, means over trained terms: loss, grad_norm, entropy, num_terms, skipped (as
     `make_sft_step`), ratio, clip_ratio/low_mean, high_mean, region_mean (cispo: cispo_clip_ratio), kl,
     sampling/sampling_logp_difference/mean and, with a mode, sampling/importance_sampling_ratio/mean. Where there is one
-    ratio for each completion, means of ratios and of their clipping are over completions.
+    ratio for each completion, means of ratios and of their clipping are over completions. sampling/.../max and min are
+    over terms; clip_ratio/low_min and high_max over completions, of the share of its terms that is clipped.
     """
     policy = PolicyLoss(
         loss_type=loss_type,
@@ -105,9 +123,13 @@ def make_grpo_step(
 
         (_, scored), grads = jax.value_and_grad(total, has_aux=True)(params)
         terms = policy.evaluate(scored.logp[row.term_slot], row)
-        return Accumulated(grads, _sums(row, jnp.where(used, counts * scored.entropy, 0.0).sum(), terms))
+        sums = _sums(row, jnp.where(used, counts * scored.entropy, 0.0).sum(), terms)
+        return Accumulated(grads, sums, _peaks(row, terms))
 
-    return make_train_step(config, gradients, PolicySums, lambda sums: _metrics(policy, sums), optimizer, mesh, donate)
+    def metrics(acc: Accumulated) -> Metrics:
+        return _metrics(policy, acc.sums) | _extremes(policy, acc)
+
+    return make_train_step(config, gradients, PolicySums, metrics, optimizer, mesh, donate, PolicyPeaks.of_nothing)
 
 
 def slope_of_chunk(
@@ -147,6 +169,37 @@ def _sums(row: Any, entropy: Array, terms: Evaluated) -> PolicySums:
         high=_sum_used(row, terms.ratio_share * terms.high),
         importance=_sum_used(row, terms.importance_share * terms.importance),
     )
+
+
+def _peaks(row: Any, terms: Evaluated) -> PolicyPeaks:
+    used = row.weight != 0
+    # A completion has one advantage, so that it is clipped on one side only: one sum does for both.
+    count, clipped = (
+        sum_by_sample(jnp.where(used, values, 0.0), row.term_sample)
+        for values in (jnp.ones_like(row.weight), terms.low + terms.high)
+    )
+    share = clipped / jnp.maximum(count, 1.0)
+    is_positive = row.advantage > 0
+    values = PolicyPeaks(
+        mismatch=terms.mismatch,
+        minus_low=-jnp.where(is_positive, 0.0, share),
+        high=jnp.where(is_positive, share, 0.0),
+        importance=terms.importance,
+        minus_importance=-terms.importance,
+    )
+    return PolicyPeaks(*(jnp.where(used, value, -LARGEST).max() for value in values))
+
+
+def _extremes(policy: PolicyLoss, acc: Accumulated) -> Metrics:
+    """Zero where nothing is trained."""
+    peaks = jax.tree.map(lambda peak: jnp.where(acc.sums.terms > 0, peak, 0.0), acc.peaks)
+    metrics = {"sampling/sampling_logp_difference/max": peaks.mismatch}
+    if policy.loss_type != "cispo":
+        metrics |= {"clip_ratio/low_min": -peaks.minus_low, "clip_ratio/high_max": peaks.high}
+    if policy.importance_sampling_mode is not None:
+        metrics["sampling/importance_sampling_ratio/min"] = -peaks.minus_importance
+        metrics["sampling/importance_sampling_ratio/max"] = peaks.importance
+    return metrics
 
 
 def _metrics(policy: PolicyLoss, sums: PolicySums) -> Metrics:

@@ -41,10 +41,14 @@ class Sums(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """What `accumulate` adds to: the gradients of the summed loss, and the sums (`Sums`, or those of another step)."""
+    """What `accumulate` adds to: the gradients of the summed loss, and the sums (`Sums`, or those of another step).
+
+    `peaks` are maxima instead of sums: a named tuple of float32 scalars, or none.
+    """
 
     gradients: Any
     sums: Any
+    peaks: Any = ()
 
 
 def skip_lanes(batch: RowBatch) -> RowBatch:
@@ -100,34 +104,38 @@ def make_sft_step(
     and must not be read again.
     """
     gradients = _make_gradients(config, loss_type, dtype, remat, unroll)
-    return make_train_step(config, gradients, Sums, _metrics, optimizer, mesh, donate)
+    return make_train_step(config, gradients, Sums, lambda acc: _metrics(acc.sums), optimizer, mesh, donate)
 
 
 def make_train_step(
     config: Qwen3Config,
     gradients: Callable[[Any, RowBatch], Accumulated],
     sums: Any,
-    metrics: Callable[[Any], Metrics],
+    metrics: Callable[[Accumulated], Metrics],
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
     donate: bool,
+    peaks: Callable[[], Any] = tuple,
 ) -> TrainStep:
     """The step that adds up what `gradients(params, batch of one row)` gives over devices and batches, then applies it.
 
-    `sums` is a named tuple of float32 scalars, `loss` and `denominator` among them; `metrics(sums)` are reported beside
-    loss, grad_norm and skipped. Raises ValueError where the mesh cannot cut a model of `config`.
+    `sums` is a named tuple of float32 scalars, `loss` and `denominator` among them; `peaks()` are those of no term, of
+    which the largest count. `metrics(accumulated)` are reported beside loss, grad_norm and skipped. Raises ValueError
+    where the mesh cannot cut a model of `config`.
     """
     shards_of(mesh).check(config)
     gradients = sharded(gradients, mesh, "gradients")
     whole, state = replicated(mesh), state_shardings(config, optimizer, mesh)
-    accumulated = None if state is None else Accumulated(state.params, whole)
+    accumulated = None if state is None else Accumulated(state.params, whole, whole)
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return Accumulated(zeros, sums(*(jnp.zeros((), jnp.float32) for _ in sums._fields)))
+        return Accumulated(zeros, sums(*(jnp.zeros((), jnp.float32) for _ in sums._fields)), peaks())
 
     def accumulate(params: Any, acc: Accumulated, batch: RowBatch) -> Accumulated:
-        return jax.tree.map(jnp.add, acc, gradients(params, batch))
+        new = gradients(params, batch)
+        added = jax.tree.map(jnp.add, acc._replace(peaks=()), new._replace(peaks=()))
+        return added._replace(peaks=jax.tree.map(jnp.maximum, acc.peaks, new.peaks))
 
     def apply(state: TrainState, acc: Accumulated) -> tuple[TrainState, Metrics]:
         return _apply(optimizer, state, acc, metrics)
@@ -269,7 +277,7 @@ def _apply(optimizer, state: TrainState, acc: Accumulated, metrics_of) -> tuple[
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         params, opt_state = jax.tree.map(keep, (params, opt_state), (state.params, state.opt_state))
     skipped = 1.0 - finite.astype(jnp.float32)
-    metrics = {"loss": loss, "grad_norm": norm, **metrics_of(sums), "skipped": skipped}
+    metrics = {"loss": loss, "grad_norm": norm, **metrics_of(acc), "skipped": skipped}
     return TrainState(state.step + finite.astype(jnp.int32), params, opt_state), metrics
 
 
@@ -287,7 +295,7 @@ def sharded(function: Callable, mesh: Mesh | None, result: str = "sums") -> Call
         if mesh is None:
             return function(params, batch)
         specs = param_specs(params, shards_of(mesh))
-        out = {"sums": REPLICATED, "rows": ROWS, "gradients": Accumulated(specs, REPLICATED)}[result]
+        out = {"sums": REPLICATED, "rows": ROWS, "gradients": Accumulated(specs, REPLICATED, REPLICATED)}[result]
         return jax.shard_map(on_device, mesh=mesh, in_specs=(specs, ROWS), out_specs=out)(params, batch)
 
     def on_device(params, batch):
@@ -303,12 +311,13 @@ def sharded(function: Callable, mesh: Mesh | None, result: str = "sums") -> Call
 
 
 def _sum_gradients(out: Accumulated, params: Any, axes: frozenset[str]) -> Accumulated:
-    """Sums over the rows. Gathering cut parameters has a gradient that is already added up over "fsdp"."""
+    """Sums (and peaks) over the rows. Gathering cut parameters has a gradient that is added up over "fsdp" already."""
     cut = ["fsdp" in varying_axes(param) for param in jax.tree.leaves(params)]
     leaves, structure = jax.tree.flatten(out.gradients)
     rest = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if not is_cut]
     rest, sums = lax.psum((rest, out.sums), tuple(sorted(axes)))
+    peaks = lax.pmax(out.peaks, tuple(sorted(axes)))
     parts = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut]
     parts = lax.psum(parts, tuple(sorted(axes - {"fsdp"}))) if parts else []
     both = iter(parts), iter(rest)
-    return Accumulated(jax.tree.unflatten(structure, [next(both[not is_cut]) for is_cut in cut]), sums)
+    return Accumulated(jax.tree.unflatten(structure, [next(both[not is_cut]) for is_cut in cut]), sums, peaks)

@@ -138,7 +138,11 @@ class AsyncGRPOConfig(TrainConfig):
         300.0, "Seconds of silence after which a worker counts as hung.", group="rollout", minimum=0
     )
 
-    log_completions: bool = option(False, "Print prompts, completions and rewards with each log.", group="logging")
+    log_completions: bool = option(
+        False,
+        "Print prompts, completions and rewards of the last step with each log; also a table in wandb and trackio.",
+        group="logging",
+    )
     num_completions_to_print: int | None = option(
         None, "How many of them (none: all of the last step).", group="logging", minimum=1
     )

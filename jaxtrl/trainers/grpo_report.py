@@ -1,6 +1,7 @@
 """What is said before and during a run of GRPO."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -50,26 +51,48 @@ def introduction(
     return report.aligned(lines)
 
 
-def print_completions(
-    display: Display,
-    scored: Scored,
-    decode: Callable[[list[int]], str],
-    names: Sequence[str],
-    step: int,
-    most: int | None = None,
-) -> None:
-    """A table of prompts, completions, rewards and advantages: all of the groups, or evenly chosen `most` of them."""
-    table = Table(title=f"step {step}", show_lines=True)
-    for title in ("prompt", "completion", *names, "advantage"):
-        table.add_column(title, overflow="fold")
+def rewards_line(history: Sequence[Mapping[str, Any]]) -> str:
+    """What a run has made of the reward, by its first and last logs: of training, and on held-out prompts."""
+    names = {"reward": "reward of training", "eval_reward": "reward on evaluation prompts"}
+    logged = {text: [entry[name] for entry in history if name in entry] for name, text in names.items()}
+    return ", ".join(f"{text} {found[0]:.3f} -> {found[-1]:.3f}" for text, found in logged.items() if found)
+
+
+def completions_table(
+    scored: Scored, decode: Callable[[list[int]], str], names: Sequence[str], step: int
+) -> dict[str, list[Any]]:
+    """Columns step, prompt, completion, the reward functions' (None where they gave none) and advantage, with an entry
+    for each completion of the groups: what TRL sends to trackers."""
     entries = [
         (group, i, float(advantages[i]))
         for group, advantages in zip(scored.groups, scored.advantages, strict=True)
         for i in range(len(group.completions))
     ]
+    rewards = {
+        name: [None if np.isnan(group.rewards[i, f]) else float(group.rewards[i, f]) for group, i, _ in entries]
+        for f, name in enumerate(names)
+    }
+    return {
+        "step": [str(step)] * len(entries),
+        "prompt": [decode(group.prompt_ids) for group, _, _ in entries],
+        "completion": [group.texts[i] for group, i, _ in entries],
+        **rewards,
+        "advantage": [advantage for _, _, advantage in entries],
+    }
+
+
+def print_completions(display: Display, columns: Mapping[str, Sequence[Any]], most: int | None = None) -> None:
+    """What `completions_table` gives: all of it, or evenly chosen `most` of its rows."""
+    table = Table(title=f"step {columns['step'][0]}", show_lines=True)
+    shown = [name for name in columns if name != "step"]
+    for title in shown:
+        table.add_column(title, overflow="fold")
+    entries = list(zip(*(columns[name] for name in shown), strict=True))
     count = len(entries) if most is None else min(most, len(entries))
     for index in np.linspace(0, len(entries) - 1, count).round().astype(int).tolist():
-        group, i, advantage = entries[index]
-        rewards = ["none" if np.isnan(reward) else f"{reward:.3g}" for reward in group.rewards[i]]
-        table.add_row(*map(Text, [decode(group.prompt_ids), group.texts[i], *rewards, f"{advantage:.3g}"]))
+        table.add_row(*(Text(_cell(value)) for value in entries[index]))
     display.draw(table)
+
+
+def _cell(value: Any) -> str:
+    return "none" if value is None else f"{value:.3g}" if isinstance(value, float) else value

@@ -108,7 +108,7 @@ class AsyncGRPOTrainer(Trainer):
         self._given_rollout = rollout
         self._rollout: Rollout | None = None
         self._finished: list[Group] = []  # of the checkpoint that is continued
-        self._next = self._total_groups = 0  # groups taken so far, and of the whole run
+        self._next = self._total_groups = self._most_groups = 0  # groups so far, of the whole run, and of its epochs
         self._published = self._logged = 0  # optimizer steps
         self._last: Scored | None = None
         self._call("on_init_end")
@@ -126,18 +126,25 @@ class AsyncGRPOTrainer(Trainer):
         self.steps.prepare_training(self._make_optimizer(total))
         path = saving.find_resume_path(resume, Path(str(args.output_dir)))
         resumed = self._read(path)
+        position = resumed.position if resumed else DataPosition()
+        count = len(data.prompts)
+        epochs = -(-self._total_groups // count) if self._total_groups < UNLIMITED else 1
+        self._most_groups = self._total_groups
+        if args.max_steps > 0 and self._total_groups < UNLIMITED:
+            left = -(-(total - self.state.global_step) // args.num_iterations) * self._groups_per_step
+            self._most_groups = epochs * count
+            self._total_groups = min(position.epoch * count + position.offset + left, self._most_groups)
         self._finished = [] if path is None else read_groups(path)
         jobs = list(self.steps.jobs(self.shape))
         check_fits(self.steps, jobs)
         self._rollout = self._make_rollout(self._longest(), self._total_groups)
         if args.beta > 0 and self._reference is None:  # a second run keeps the reference of the first
             self._reference = self.steps.place(self._params)
-        epochs = -(-self._total_groups // len(data.prompts)) if self._total_groups < UNLIMITED else 1
         self._open_run(resumed, total, epochs)
         self.programs.foresee(jobs)
         self._introduce(resume, path)
         self.display.start(total, self.state.global_step)
-        return resumed.position if resumed else DataPosition()
+        return position
 
     def _train_loop(self, position: DataPosition) -> None:
         """The whole of training. A batch of groups is trained in `num_iterations` optimizer steps."""
@@ -148,7 +155,7 @@ class AsyncGRPOTrainer(Trainer):
         self._finished, self._logged = [], state.global_step
         staleness = StalenessCounter(args.max_staleness)
         self._start_training()
-        self._call("on_epoch_begin")
+        self._begin_epoch()
         while state.global_step < state.max_steps and not control.should_training_stop:
             epoch = self._next // count
             scored, dropped = self._take()
@@ -167,6 +174,8 @@ class AsyncGRPOTrainer(Trainer):
                 self._step(micro_batches, {**metrics, **staleness_metrics(scored.groups, state.global_step)})
                 state.epoch = (self._next - (0 if is_last else len(scored.groups) + dropped)) / count
                 self._call("on_step_end")
+                if is_last and control.should_epoch_stop:
+                    self._skip_to((epoch + 1) * count)
                 self._after_step(is_last and self._next // count > epoch)
                 wants_save |= control.should_save
                 if state.global_step >= state.max_steps or control.should_training_stop:
@@ -176,8 +185,21 @@ class AsyncGRPOTrainer(Trainer):
                 self._save_checkpoint(
                     DataPosition(*divmod(self._next, count)), {GROUPS_FILE: pack_groups(rollout.finished())}
                 )
-            if self._next // count > epoch and state.global_step < state.max_steps:
-                self._call("on_epoch_begin")
+            goes_on = state.global_step < state.max_steps and self._next < self._total_groups
+            if self._next // count > epoch and goes_on:
+                self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.control.should_epoch_stop = False
+        self._call("on_epoch_begin")
+
+    def _skip_to(self, end: int) -> None:
+        """A callback ends the epoch at group `end`. What a run of max_steps skips is made up for, in its epochs."""
+        skipped = min(end, self._most_groups) - self._next  # below 0 where a batch reached into the next epoch
+        if skipped > 0:
+            more = min(skipped, self._most_groups - self._total_groups)
+            self.rollout.skip(skipped, more)
+            self._next, self._total_groups = self._next + skipped, self._total_groups + more
 
     def _step(self, micro_batches: list[MicroBatch], host_metrics: dict[str, float]) -> None:
         """One optimizer step, and the new weights to the rollout where they are due."""
@@ -300,15 +322,11 @@ class AsyncGRPOTrainer(Trainer):
 
     def _log_training(self) -> None:
         super()._log_training()
-        if self.args.log_completions and self._last is not None:
-            grpo_report.print_completions(
-                self.display,
-                self._last,
-                self._decode,
-                self.reward_names,
-                self.state.global_step,
-                self.args.num_completions_to_print,
-            )
+        if self.args.log_completions and self._last is not None and self._run is not None:
+            step = self.state.global_step
+            columns = grpo_report.completions_table(self._last, self._decode, self.reward_names, step)
+            grpo_report.print_completions(self.display, columns, self.args.num_completions_to_print)
+            self._run.log_table("completions", columns, step)
 
     # What the rest is made of
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -88,11 +88,24 @@ class _Run:
     def log(self, metrics: Metrics, step: int) -> None:
         self._module.log(_grouped(metrics), step=step)
 
+    def log_table(self, name: str, columns: Mapping[str, Sequence[Any]], step: int) -> None:
+        """A table of the tracker's own, from equally long columns."""
+        from pandas import DataFrame  # a dependency of datasets; slow to import
+
+        self._module.log({name: self._module.Table(dataframe=DataFrame(dict(columns)))}, step=step)
+
     def close(self) -> None:
         self._module.finish()
 
 
 Tracker: TypeAlias = _TensorBoard | _Run
+
+
+def log_table(trackers: Iterable[Tracker], name: str, columns: Mapping[str, Sequence[Any]], step: int) -> None:
+    """Equally long columns as a table, in the trackers that have tables: wandb and trackio."""
+    for tracker in trackers:
+        if isinstance(tracker, _Run):
+            tracker.log_table(name, columns, step)
 
 
 def _grouped(metrics: Metrics) -> dict[str, float | int | str]:

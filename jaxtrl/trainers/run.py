@@ -1,12 +1,14 @@
 """The files of one run in its output folder: metrics, trackers' logs, checkpoints, and which run they belong to."""
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtrl.train.checkpoint import CheckpointWriter, remove_leftovers
 from jaxtrl.trainers import saving
 from jaxtrl.trainers.config import TrainConfig
-from jaxtrl.trainers.logging import Metrics, MetricsFile, open_trackers, trim_metrics
+from jaxtrl.trainers.logging import Metrics, MetricsFile, log_table, open_trackers, trim_metrics
 from jaxtrl.trainers.output_folder import METRICS_FILE, lock_folder, start_run
 
 
@@ -43,6 +45,10 @@ class Run:
         self._metrics.log(metrics, step)
         for tracker in self._trackers:
             tracker.log(metrics, step)
+
+    def log_table(self, name: str, columns: Mapping[str, Sequence[Any]], step: int) -> None:
+        """Equally long columns as a table, in the trackers that have tables: wandb and trackio."""
+        log_table(self._trackers, name, columns, step)
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written."""

@@ -96,8 +96,8 @@ class TrainSteps:
                 yield Job("train", shape, self._step.fused, (state, self._abstract_batch(shape, block_size)))
             return
         sums = jax.eval_shape(self._step.init, state.params)
-        whole = jax.tree.map(lambda _: replicated(self.mesh), sums.sums)
-        sums = self._abstract(sums, self.mesh and Accumulated(param_shardings(state.params, self.mesh), whole))
+        whole = jax.tree.map(lambda _: replicated(self.mesh), (sums.sums, sums.peaks))
+        sums = self._abstract(sums, self.mesh and Accumulated(param_shardings(state.params, self.mesh), *whole))
         yield Job("zeros", (), self._step.init, (state.params,))
         for shape in shapes:
             batch = self._abstract_batch(shape, block_size)

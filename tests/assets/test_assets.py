@@ -16,6 +16,7 @@ FILES = (
     "data/train.jsonl",
     "data/eval.jsonl",
     "data/prompts.jsonl",
+    "data/eval_prompts.jsonl",
     "tokenizer/tokenizer_config.json",
     "tokenizer/chat_template.jinja",
 )
@@ -70,11 +71,8 @@ def test_the_files_are_small():
 
 
 def test_paths_lead_to_the_files():
-    assert [len(read(p())) for p in (assets.sample_data_path, assets.eval_data_path, assets.prompts_path)] == [
-        2000,
-        100,
-        600,
-    ]
+    paths = assets.sample_data_path, assets.eval_data_path, assets.prompts_path, assets.eval_prompts_path
+    assert [len(read(path())) for path in paths] == [2000, 100, 500, 100]
 
 
 def test_tokens(tokenizer):
@@ -179,8 +177,16 @@ def test_every_answer_is_right(path):
     assert 0.6 < sums / turns < 0.9  # four fifths of the draws, but chats that were drawn before are left out
 
 
+def the_sum(question: str) -> tuple[str, ...]:
+    a, sign, b = re.search(r"(\d+) (\+|-|\*|plus|minus|times) (\d+)", question).groups()
+    return a, {"plus": "+", "minus": "-", "times": "*"}.get(sign, sign), b
+
+
 def test_prompts_have_their_answers_and_are_different():
-    rows = read(assets.prompts_path())
+    train, evaluation = read(assets.prompts_path()), read(assets.eval_prompts_path())
+    sums = [{the_sum(row["prompt"][0]["content"]) for row in rows} for rows in (train, evaluation)]
+    assert not sums[0] & sums[1]
+    rows = train + evaluation
     for row in rows:
         assert list(row) == ["prompt", "answer"]
         assert row["answer"] == solve(row["prompt"][0]["content"])

@@ -56,6 +56,30 @@ def test_groups_finish_in_any_order_and_are_taken_in_theirs(data):
     assert queue.count(2) == 0
 
 
+def test_what_is_left_of_an_epoch_can_be_skipped():
+    """One of its groups is finished, one under way, the rest not begun; the run is as much longer as it is told."""
+    queue = make_queue(total=8, prompts=6, groups_per_step=1, max_staleness=2)
+    assert numbers(queue.admit()) == [0, 1, 2]
+    for number in (0, 1):
+        queue.add(make_group(number))
+    assert numbers(queue.take(1)) == [0]
+    queue.version = 1
+    queue.skip(5, 4)
+    tasks = queue.admit()
+    assert numbers(tasks) == [6, 7, 8], "as many ahead as before"
+    assert [task.prompt.row for task in tasks] == [prompt_index(number, 7, 6) for number in (6, 7, 8)]
+    queue.add(make_group(2))
+    assert numbers(queue.finished()) == []
+    assert (queue.finished_total, queue.taken_total, queue.skipped_total) == (3, 1, 2)
+    with pytest.raises(AssertionError, match="came twice"):
+        queue.add(make_group(2))
+    for number in (6, 7, 8):
+        queue.add(make_group(number))
+    assert numbers(queue.take(3)) == [6, 7, 8]
+    queue.version = 12
+    assert numbers(queue.admit()) == [9, 10, 11]
+
+
 @given(st.integers(0, 8), st.sets(st.integers(0, 5)))
 def test_a_resumed_run_samples_what_is_not_finished(step, offsets):
     """Finished groups of the checkpoint come back, the others are sampled again, all exactly once."""

@@ -143,6 +143,25 @@ def check(params, samples, options, *batches, devices=None):
     means["importance"] = acc.sums.importance / acc.sums.importances
     for name, want in mean_reports(reports, options).items():
         assert means[name] == pytest.approx(want, rel=1e-5, abs=1e-6), name
+    assert peaks_of(acc) == pytest.approx(extremes(reports), rel=1e-5, abs=1e-6)
+
+
+def extremes(reports: list[dict[str, Any]]) -> dict[str, float]:
+    """Of tokens; the clipped share is one number of each completion."""
+    importance = np.concatenate([r.get("importance", np.ones(1)) for r in reports])
+    return {
+        "mismatch": max(r["mismatch"].max() for r in reports),
+        "low": min(r["low"].mean() for r in reports),
+        "high": max(r["high"].mean() for r in reports),
+        "largest": importance.max(),
+        "smallest": importance.min(),
+    }
+
+
+def peaks_of(acc: Accumulated) -> dict[str, float]:
+    mismatch, minus_low, high, importance, minus_importance = map(float, acc.peaks)
+    values = mismatch, -minus_low, high, importance, -minus_importance
+    return dict(zip(("mismatch", "low", "high", "largest", "smallest"), values, strict=True))
 
 
 def options_of(loss_type: str, level: str, **more) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """AsyncGRPOTrainer: what a run trains on, reports and keeps."""
 
+import sys
+import types
+
 import jax
 import numpy as np
 import pytest
 
+from jaxtrl.trainers.callbacks import TrainerCallback
 from tests.trainers.grpo import make_trainer
 
 
@@ -26,6 +30,8 @@ def test_a_run_trains_and_reports(run):
     assert [log["sample/staleness_max"] for log in logs] == [0, 1, 1]
     assert logs[0]["ratio"] == pytest.approx(1, abs=1e-5)
     assert logs[0]["sampling/sampling_logp_difference/mean"] < 1e-5
+    assert all(log["sampling/sampling_logp_difference/max"] > 0 for log in logs)
+    assert logs[0]["clip_ratio/high_max"] == logs[0]["clip_ratio/low_min"] == 0
     for log in logs:
         assert log["reward"] == pytest.approx(log["rewards/even_ids/mean"])
         assert 0 < log["reward"] < 1
@@ -104,6 +110,69 @@ def test_a_constant_reward_moves_nothing(tmp_path, tiny_tokenizer, compile_cache
     trainer.train()
     assert same(before, trainer.params)
     assert all(log["frac_reward_zero_std"] == 1 for log in trainer.state.log_history if "reward" in log)
+
+
+def test_a_callback_can_end_an_epoch(tmp_path, tiny_tokenizer, compile_cache):
+    """6 prompts, 2 a step, 4 steps: two epochs, of which the first ends after its first step, as in Transformers. A run
+    resumed behind it goes on in the same way."""
+    events = []
+
+    class EndEpoch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 1
+            events.append(state.global_step)
+
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            assert not control.should_epoch_stop
+            events.append("begin")
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            events.append("end")
+
+    def run(resume=None, **options):
+        steps = {"max_steps": 4, "max_staleness": 1, "save_strategy": "steps", "save_steps": 2, **options}
+        trainer = make_trainer(tmp_path, tiny_tokenizer, compile_cache, trainer={"callbacks": [EndEpoch]}, **steps)
+        rows, make_batch = [], trainer._make_batch
+
+        def record(scored):
+            rows.append([group.number for group in scored.groups])
+            return make_batch(scored)
+
+        trainer._make_batch = record
+        trainer.train(resume)
+        return trainer, rows
+
+    whole, numbers = run()
+    assert numbers == [[0, 1], [6, 7], [8, 9], [10, 11]]
+    assert events == ["begin", 1, "end", "begin", 2, 3, 4, "end"]
+    logs = [log for log in whole.state.log_history if "reward" in log]
+    assert [log["epoch"] for log in logs] == pytest.approx([1 / 3, 4 / 3, 5 / 3, 2])
+    assert logs[-1]["rollout/skipped_groups"] == 2, "of the two steps that were sampled ahead"
+    again, rest = run(tmp_path / "checkpoint-2")
+    assert rest == numbers[2:]
+    assert same(whole.params, again.params)
+
+
+def test_completions_are_printed_and_sent_to_trackers(tmp_path, tiny_tokenizer, compile_cache, monkeypatch, capsys):
+    sent = []
+    fake = types.SimpleNamespace(
+        init=lambda **_: None,
+        log=lambda metrics, step: sent.append((step, metrics)),
+        finish=lambda: None,
+        Table=lambda dataframe: dataframe,
+    )
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    options = {"max_steps": 2, "logging_steps": 2, "report_to": ["trackio"], "log_completions": True}
+    make_trainer(tmp_path, tiny_tokenizer, compile_cache, num_completions_to_print=1, **options).train()
+    ((step, table),) = [(step, metrics["completions"]) for step, metrics in sent if "completions" in metrics]
+    assert (step, len(table)) == (2, 8)
+    assert list(table.columns) == ["step", "prompt", "completion", "even_ids", "advantage"]
+    assert set(table["step"]) == {"2"}
+    assert table["prompt"].str.contains("What is").all()
+    assert table["advantage"].groupby(table["prompt"]).sum().abs().max() < 1e-5
+    printed = capsys.readouterr().out
+    assert printed.count("What is") >= 1
+    assert "even_ids" in printed
 
 
 def test_groups_without_spread_are_replaced_or_refused(tmp_path, tiny_tokenizer, compile_cache):

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from jaxtrl.trainers.logging import Display, MetricsFile, check_trackers, open_trackers, trim_metrics
+from jaxtrl.trainers.logging import Display, MetricsFile, check_trackers, log_table, open_trackers, trim_metrics
 
 
 def lines(path):
@@ -86,6 +86,21 @@ def test_runs_get_config_and_grouped_names(name, tmp_path, monkeypatch):
         ("log", {"train/loss": 1.0, "eval/loss": 2.0}, 3),
         ("finish",),
     ]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_tables_go_to_the_trackers_that_have_them(name, tmp_path, monkeypatch):
+    module = FakeRun()
+    module.Table = lambda dataframe: ("table", dataframe.to_dict("list"))
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=lambda *_, **__: None))
+    trackers = open_trackers(["tensorboard", name], folder=tmp_path, run_name="r", project="p", config={})
+    log_table(trackers, "completions", {"prompt": ["a", "b"], "reward": [1.0, None]}, 7)
+    kind, metrics, step = module.calls[-1]
+    assert (kind, step, list(metrics)) == ("log", 7, ["completions"])
+    marker, columns = metrics["completions"]
+    assert (marker, columns["prompt"], columns["reward"][0]) == ("table", ["a", "b"], 1.0)
+    assert columns["reward"][1] != columns["reward"][1], "none is NaN"
 
 
 def test_a_tracker_that_does_not_start_is_one_sentence_and_closes_the_others(tmp_path, monkeypatch):
