@@ -91,12 +91,11 @@ def tiny_flags(argv: Sequence[str]) -> list[str]:
 
 def _run(args: Any, reward_funcs: list[str]) -> None:
     from jaxtrl.assets import eval_prompts_path, prompts_path
-    from jaxtrl.trainers.command import data_sources, load_data, start_neuron
-    from jaxtrl.trainers.output_folder import begin_folder
+    from jaxtrl.trainers.command import begin_run, data_sources, load_data, start_neuron
 
     start_neuron(args)
-    begin_folder(Path(args.output_dir), args.resume_from_checkpoint, args.to_dict())
-    import jax  # its start takes seconds, in which a killed job should already be one that can be resumed
+    begin_run(args)
+    import jax
 
     from jaxtrl.hardware.memory import keep_freed_memory
     from jaxtrl.trainers.checks import check_files

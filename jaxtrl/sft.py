@@ -5,7 +5,6 @@ Without a model it trains a tiny Qwen3 from scratch on bundled sample chats.
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 PROG = "python -m jaxtrl.sft"
@@ -64,12 +63,11 @@ def tiny_flags(argv: Sequence[str]) -> list[str]:
 
 def _run(args: Any) -> None:
     from jaxtrl.assets import eval_data_path, sample_data_path
-    from jaxtrl.trainers.command import data_sources, load_data, start_neuron
-    from jaxtrl.trainers.output_folder import begin_folder
+    from jaxtrl.trainers.command import begin_run, data_sources, load_data, start_neuron
 
     start_neuron(args)
-    begin_folder(Path(args.output_dir), args.resume_from_checkpoint, args.to_dict())
-    import jax  # its start takes seconds, in which a killed job should already be one that can be resumed
+    begin_run(args)
+    import jax
 
     from jaxtrl.hardware.compile_cache import enable_compile_cache
     from jaxtrl.hardware.memory import keep_freed_memory

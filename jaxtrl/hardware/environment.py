@@ -104,6 +104,24 @@ def _process_variables(processes: Processes, cores: int) -> dict[str, str]:
     }
 
 
+def neuron_processes(given: Mapping[str, str] = os.environ) -> Processes | None:
+    """The processes that the variables of several hosts describe; None where they are not set.
+
+    Raises ValueError where one of them is missing or wrong.
+    """
+    index = given.get("NEURON_PJRT_PROCESS_INDEX")
+    if index is None:
+        return None
+    host, _, port = given.get("NEURON_RT_ROOT_COMM_ID", "").rpartition(":")
+    devices = given.get("NEURON_PJRT_PROCESSES_NUM_DEVICES", "")
+    if not (host and port.isdigit() and devices and index.isdigit()):
+        raise ValueError(
+            "NEURON_PJRT_PROCESS_INDEX is set, so NEURON_RT_ROOT_COMM_ID (HOST:PORT) and "
+            "NEURON_PJRT_PROCESSES_NUM_DEVICES (a number for each process, with commas) have to be too"
+        )
+    return Processes(f"{host}:{int(port) + 1}", len(devices.split(",")), int(index)).check()
+
+
 def cores_of(instance: str, cores: str | int | None) -> range:
     """The set that an option means; None: all cores of the instance. Raises ValueError for one that is not allowed."""
     found = range(find_instance(instance).cores) if cores is None else parse_cores(cores)

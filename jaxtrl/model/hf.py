@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtrl.model import flax_folder
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import Qwen3, abstract_params, model_graphdef, model_params
+from jaxtrl.model.sharding import is_shared, on_host, place
 from jaxtrl.model.tensor_files import CODES, TensorSpec, open_tensors, write_tensors
 
 # Files beside the weights that belong to the model and are carried along unchanged.
@@ -172,13 +174,12 @@ def params_to_hf(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of every Hugging Face tensor, in `dtype` or as the parameters are, one after the other.
 
-    Raises ValueError where the parameters do not have the shapes of `config` and where float16 overflows.
+    A parameter that is cut over devices is put together layer by layer, by all processes that have parts of it. Raises
+    ValueError where the parameters do not have the shapes of `config` and where float16 overflows.
     """
     check_params(config, params)
-    params = jax.tree.map(np.asarray, params)  # whole leaves: indexing a device array would compile a program
     for entry in hf_layout(config):
-        leaf = _leaf(params, entry.path)
-        array = leaf if entry.layer is None else leaf[entry.layer]
+        array = on_host(_leaf(params, entry.path), entry.layer)
         array = array.T if entry.transposed else array
         if dtype is not None and array.dtype != np.dtype(dtype):
             out = np.empty(array.shape, np.dtype(dtype))
@@ -282,7 +283,7 @@ def load_params(
     params = flax_folder.read_params(folder)
     check_params(config, params, where=str(folder))
     params = params if dtype is None else _cast_in_place(params, np.dtype(dtype))
-    return config, params if shardings is None else jax.device_put(params, shardings)
+    return config, params if shardings is None else place(params, shardings)
 
 
 def check_weights(folder: Path, config: Qwen3Config) -> None:
@@ -338,16 +339,21 @@ def save_pretrained(
 
     `dtype=None` keeps that of the parameters. `source` is a checkpoint folder or hub id whose tokenizer and generation
     config are carried along. Above `max_shard_size` (Transformers' default) the weights become shards with an index.
-    Weight files that an earlier save left in `path` are replaced. Raises ValueError for parameters that do not fit the
+    Weight files that an earlier save left in `path` are replaced. Of several processes that have parts of the model all
+    call this, and process 0 writes. Raises ValueError for parameters that do not fit the
     config.
     """
     config, params = (model.config, model_params(model)) if isinstance(model, Qwen3) else model
     check_params(config, params)
+    tensors = params_to_hf(config, params, dtype=dtype)
+    if is_shared(params) and jax.process_index() > 0:
+        deque(tensors, maxlen=0)
+        return
     carried = None if source is None else resolve_model(source)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     specs = tensor_specs(config, params, dtype)
-    write_tensors(folder, specs, params_to_hf(config, params, dtype=dtype), max_shard_size)
+    write_tensors(folder, specs, tensors, max_shard_size)
     write_config(folder, config, specs[0].dtype)
     if carried is not None:
         carry_files(carried, folder)

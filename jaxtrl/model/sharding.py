@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -72,6 +73,45 @@ def _cuts(path: tuple) -> tuple[str | None, ...]:
     if kind == "kernel":
         return "fsdp", "tensor"
     return ("tensor",) if kind == "bias" and module not in SUMMED else (None,)
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """`tree` cut by `shardings`, a pytree like it; what lies so already is not copied.
+
+    Where shardings reach over processes, each process has the whole tree and takes its devices' parts of it.
+    """
+
+    def place_leaf(leaf, sharding):
+        if sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
+            return jax.device_put(leaf, sharding)
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(place_leaf, tree, shardings)
+
+
+def is_shared(params: Any) -> bool:
+    """Whether other processes have parts or copies of the arrays."""
+    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
+
+
+def on_host(leaf: Any, layer: int | None = None) -> np.ndarray:
+    """A parameter, or one of its stacked layers, as a whole; one that is cut is put together layer by layer.
+
+    Every process that has parts of it has to call this.
+    """
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
+        whole = np.asarray(leaf)  # the whole leaf: indexing a device array would compile a program
+        return whole if layer is None else whole[layer]
+    cut: Any = leaf.sharding
+    everywhere = NamedSharding(cut.mesh, PartitionSpec())
+    if layer is None:
+        return np.asarray(jax.jit(jnp.copy, out_shardings=everywhere)(leaf))
+    return np.asarray(jax.jit(_take_layer, out_shardings=everywhere)(leaf, layer))
+
+
+def _take_layer(stacked: Array, layer: int | Array) -> Array:
+    return lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
 
 
 def gather_layer(layer: Any, shards: Shards, dtype: DTypeLike) -> Any:

@@ -84,10 +84,10 @@ def prepare(
     mesh = mesh_of(args.mesh_sizes())
     shards_of(mesh).check(config)
     devices = row_count(mesh)
-    data, batches = make_batches("train", train, tokenizer, args, config.vocab_size, devices)
+    data, batches = make_batches("train", train, tokenizer, args, config.vocab_size, mesh)
     every = {"train": batches}
     if evaluation is not None:
-        every["eval"] = make_batches("eval", evaluation, tokenizer, args, config.vocab_size, devices)[1]
+        every["eval"] = make_batches("eval", evaluation, tokenizer, args, config.vocab_size, mesh)[1]
     sizes = BatchSizes(batches.per_device, devices, args.gradient_accumulation_steps)
     total = sizes.total_steps(batches.lines.count, args.num_train_epochs, args.max_steps)
     extent = Extent(sizes, batches.lines.count, total)

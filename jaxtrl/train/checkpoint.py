@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
+from jaxtrl.train.distributed import is_main, wait_for_all
+
 NAME = re.compile(r"checkpoint-(\d+)$")
 COMPLETE = "_CHECKPOINT_METADATA"  # Orbax's own
 ITEMS = ("params", "state")
@@ -60,6 +62,7 @@ class CheckpointWriter:
     `limit` keeps that many of the newest checkpoints *of this run* (None: all); older ones are deleted once a newer one
     is complete. The step given as `keep` is never deleted. Checkpoints of other runs in the folder are left alone;
     `steps` are those that this run has saved before it was resumed. `files` (name -> content) go into each checkpoint.
+    Of several processes each writes its parts of the arrays; all of them make a writer and call its methods.
     """
 
     def __init__(
@@ -97,12 +100,14 @@ class CheckpointWriter:
         CheckpointError where the disk has no room for it.
         """
         self.wait()
-        self._check_room(step, state)
+        path = self.path(step)
+        if is_main():
+            self._check_room(step, state)
+            if path.exists():
+                _remove(path)
+        wait_for_all("room for a checkpoint")
         self._handler.own_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
         self._handler.own_files |= files or {}
-        path = self.path(step)
-        if path.exists():
-            _remove(path)
         self._keep = keep
         self._steps = [*(s for s in self._steps if s != step), step]
         items = {item: ocp.args.StandardSave(tree) for item, tree in _items(_flat(state)).items()}

@@ -17,8 +17,8 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     """A mesh with axes "data", "fsdp", "tensor" over the first data * fsdp * tensor devices.
 
     Rows are split over data x fsdp; fsdp cuts parameters and optimizer state, tensor the computation on a row (see
-    `jaxtrl.model.sharding`). `data=None` takes all devices. Raises ValueError for a size below 1 and for a number of
-    devices that there is not.
+    `jaxtrl.model.sharding`). `data=None` takes all devices. Raises ValueError for a size below 1, for a number of
+    devices that there is not, and where one of several processes would have no device or a part of a row.
     """
     for name, size in (("data", data), ("fsdp", fsdp), ("tensor", tensor)):
         if size is not None and size < 1:
@@ -33,6 +33,11 @@ def make_mesh(data: int | None = None, fsdp: int = 1, tensor: int = 1) -> Mesh:
     if (count := data * parts) > len(devices):
         sizes = f"data={data}, fsdp={fsdp}, tensor={tensor}"
         raise ValueError(f"mesh {sizes} needs {count} devices, but there are {len(devices)}: lower one of the three")
+    if jax.process_count() > 1 and (count < len(devices) or jax.local_device_count() % tensor):
+        raise ValueError(
+            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not suit {jax.process_count()} processes of "
+            f"{jax.local_device_count()} devices: it has to have all devices, and tensor to divide those of a process"
+        )
     return Mesh(np.array(devices[:count]).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -66,3 +71,29 @@ def row_sharding(mesh: Mesh | None) -> NamedSharding | None:
 def row_count(mesh: Mesh | None) -> int:
     """Number of rows D that a batch must have."""
     return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def own_rows(mesh: Mesh | None) -> range:
+    """Which of these rows lie on devices of this process, and are built by it.
+
+    Raises ValueError for a mesh in which a row is shared by processes, or those of a process are not consecutive.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        return range(row_count(mesh))
+    process = [{device.process_index for device in row} for row in mesh.devices.reshape(row_count(mesh), -1)]
+    rows = [number for number, owners in enumerate(process) if owners == {jax.process_index()}]
+    own = range(rows[0], rows[-1] + 1) if rows else range(0)
+    if len(own) != len(rows) or not rows or any(len(owners) > 1 for owners in process):
+        raise ValueError(
+            "mesh: each process needs consecutive rows of the batch for itself: order the devices by process, and let "
+            "tensor divide the devices of a process"
+        )
+    return own
+
+
+def place_rows(batch: Any, mesh: Mesh | None) -> Any:
+    """The batch on the devices, from the rows `own_rows(mesh)` of its arrays in each process."""
+    sharding = row_sharding(mesh)
+    if mesh is None or not mesh.is_multi_process:
+        return jax.device_put(batch, sharding)
+    return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)

@@ -5,11 +5,13 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxtrl.hardware.environment import set_environment
 from jaxtrl.hardware.replica_groups import check_mesh
+from jaxtrl.trainers.output_folder import begin_folder
 
 
 def prepare_terminal() -> None:
@@ -27,13 +29,22 @@ def run_command(prog: str, work: Callable[[], object], interrupted: str = "inter
         work()
     except KeyboardInterrupt:
         print(f"{prog}: {interrupted}", file=sys.stderr)
-        return 130
+        return _leave(130)
     except (ValueError, TypeError, OSError, FloatingPointError) as error:
         if os.environ.get("JAXTRL_TRACEBACK"):
             raise
         print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return _leave(1)
     return 0
+
+
+def _leave(code: int) -> int:
+    """The exit code; one of several processes ends here, without waiting for the others."""
+    if "jax" in sys.modules:
+        from jaxtrl.train.distributed import leave
+
+        leave(code)
+    return code
 
 
 def start_neuron(args: Any) -> None:
@@ -44,9 +55,35 @@ def start_neuron(args: Any) -> None:
         args.neuron_cores,
         compile_effort=args.compile_effort,
         compile_cache=args.compile_cache,
+        processes=args.processes(),
     )
     if args.neuron_instance is not None and "jax" not in sys.modules:
         check_mesh(args.mesh_sizes())
+
+
+def begin_run(args: Any) -> None:
+    """Meet the other processes where there are any, and mark the output folder. JAX is imported here, if not before.
+
+    Its start takes seconds, in which a killed job should already be one that can be resumed: one process marks first.
+    """
+    begin = partial(begin_folder, Path(args.output_dir), args.resume_from_checkpoint, args.to_dict())
+    if args.coordinator_address is None:
+        begin()
+        return
+    from jaxtrl.train.distributed import is_main, wait_for_all
+
+    start_several(args)
+    if is_main():
+        begin()
+    wait_for_all("output folder")
+
+
+def start_several(args: Any) -> None:
+    """`jax.distributed.initialize` where `coordinator_address` says that there are several processes."""
+    if args.coordinator_address is not None:
+        from jaxtrl.train.distributed import start_processes
+
+        start_processes(args.processes(), args.initialization_timeout, args.heartbeat_timeout_seconds)
 
 
 def flag_names(argv: Sequence[str]) -> set[str]:

@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any, ClassVar
 
 from jaxtrl.hardware.cores import INSTANCES
-from jaxtrl.hardware.environment import cores_of
+from jaxtrl.hardware.environment import Processes, cores_of, neuron_processes
 from jaxtrl.trainers.options import OptionsType, Refusals, count_steps, option
 from jaxtrl.trainers.refused import REFUSED
 
@@ -74,6 +74,20 @@ class TrainConfig(metaclass=OptionsType):
         "How devices are used, as data=2,fsdp=4,tensor=1: data splits the batch; fsdp too, and cuts parameters and "
         "optimizer state; tensor cuts the computation on a row (none: all devices are data).",
         group="devices",
+    )
+    coordinator_address: str | None = option(
+        None,
+        "HOST:PORT of process 0 where a job has several processes, or auto: what SLURM, Open MPI or Neuron's variables "
+        "say (none: one process).",
+        group="devices",
+    )
+    num_processes: int | None = option(None, "How many processes there are.", group="devices", minimum=1)
+    process_id: int | None = option(None, "Which of them this one is, from 0.", group="devices", minimum=0)
+    initialization_timeout: int = option(
+        300, "Seconds within which all processes have to have started.", group="devices", minimum=1
+    )
+    heartbeat_timeout_seconds: int = option(
+        60, "Seconds of silence after which a process counts as dead and ends all others.", group="devices", minimum=5
     )
     donate_buffers: bool = option(
         True,
@@ -236,7 +250,23 @@ class TrainConfig(metaclass=OptionsType):
                 raise ValueError(f"neuron_cores: {error}") from None
         elif self.neuron_cores is not None:
             raise ValueError("neuron_cores: set neuron_instance too, it says which sets of cores are allowed")
+        self._check_processes()
         self._resolve_best()
+
+    def _check_processes(self) -> None:
+        given = {name: getattr(self, name) for name in ("num_processes", "process_id")}
+        is_explicit = self.coordinator_address not in (None, "auto")
+        for name, value in given.items():
+            if is_explicit and value is None:
+                raise ValueError(f"{name}: set it too, coordinator_address is HOST:PORT of process 0")
+            if not is_explicit and value is not None:
+                raise ValueError(f"{name}: set coordinator_address too, as HOST:PORT of process 0")
+        if self.neuron_instance is not None and self.coordinator_address == "auto" and self.processes() is None:
+            raise ValueError(
+                "coordinator_address: auto comes too late for neuron_instance, whose environment is set before JAX "
+                "starts: give HOST:PORT, num_processes and process_id"
+            )
+        self.processes()
 
     def _resolve_best(self) -> None:
         """Defaults and conditions of load_best_model_at_end, as in Transformers."""
@@ -270,6 +300,16 @@ class TrainConfig(metaclass=OptionsType):
                 raise ValueError(f"mesh: expected sizes from 1 on like data=2,fsdp=4,tensor=1, got {self.mesh!r}")
             sizes[name] = int(size)
         return sizes
+
+    def processes(self) -> Processes | None:
+        """This process as one of several, by the options or by Neuron's variables; None: one, or JAX finds out."""
+        if self.coordinator_address is None:
+            return None
+        if self.coordinator_address == "auto":
+            return neuron_processes()
+        assert self.num_processes is not None
+        assert self.process_id is not None
+        return Processes(self.coordinator_address, self.num_processes, self.process_id).check()
 
     def compute_dtype(self) -> str:
         """`"bfloat16"` or `"float32"`: what `bf16` says, by the backend in use where it is unset (starts JAX)."""

@@ -36,7 +36,7 @@ class Packing(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """One padded batch with its shape class and counts over all devices."""
+    """One padded batch with its shape class and counts: of all devices, or of those of this process."""
 
     shape: ShapeClass
     batch: RowBatch
@@ -192,6 +192,8 @@ class RunBatches(NamedTuple):
 class Batches:
     """Builds the micro-batches of a run: lines to one token row per device, padded to a class of `shapes`.
 
+    Of several processes each builds the rows `own` of a batch (None: all), whose class is that of the whole batch.
+
     Under the setting "auto" packed rows have one class for the whole run, whichever of them an epoch's order brings
     together; if their length is a multiple of the attention block, each starts at the edge of a block.
     """
@@ -204,8 +206,9 @@ class Batches:
         block: int | None = None,
         max_programs: int | None = None,
         window: int = 1,
+        own: range | None = None,
     ):
-        self.lines = lines
+        self.lines, self.own = lines, own
         if block is None:
             block = DEFAULT_BLOCK_SIZE if lines.packing is None else lines.packing.block_size
         self.block = block
@@ -228,16 +231,20 @@ class Batches:
 
     def build(self, devices: Sequence[Sequence[Any]]) -> MicroBatch:
         """The batch of the lines that each device gets (some may get none)."""
-        loaded = iter(self.lines.load([item for items in devices for item in items]))
-        parts = [list(islice(loaded, len(items))) for items in devices]
-        tokens = sum(len(sample.input_ids) for lines in parts for line in lines for sample in line)
-        rows = [self.lines.row(items, lines, self._line_length) for items, lines in zip(devices, parts, strict=True)]
+        own = slice(0, len(devices)) if self.own is None else slice(self.own.start, self.own.stop)
+        is_stream = isinstance(self.lines, StreamLines)  # whose lengths are known only when all rows are built
+        built = devices if is_stream else devices[own]
+        loaded = iter(self.lines.load([item for items in built for item in items]))
+        parts = [list(islice(loaded, len(items))) for items in built]
+        rows = [self.lines.row(items, lines, self._line_length) for items, lines in zip(built, parts, strict=True)]
         if isinstance(self.lines, StreamLines):
-            need, distinct = need_of(rows, self.block), tokens
+            need, rows, parts = need_of(rows, self.block), rows[own], parts[own]
         else:
             assert self._documents is not None
             (need,) = self._documents.needs(devices, self.block).largest(len(devices)).each()
-            distinct = int(self.lines.documents.needs(devices, self.block).tokens.sum())
+        tokens = distinct = sum(len(sample.input_ids) for lines in parts for line in lines for sample in line)
+        if isinstance(self.lines, Lines):
+            distinct = int(self.lines.documents.needs(built, self.block).tokens.sum())
         shape = self.shapes.class_of(need)
         return MicroBatch(
             shape,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrl.train.distributed import gather_rows, sum_processes
 from jaxtrl.trainers.data import MicroBatch
 
 
@@ -37,11 +38,11 @@ def evaluate(
         sums.append(run_eval(micro))
         tokens += micro.tokens
         if compute_metrics is not None:
-            parts.append(trained_terms(micro, jax.device_get(run_score(micro))))
+            parts.append(trained_terms(micro, gather_rows(run_score(micro))))
         if len(sums) > 1:
             jax.block_until_ready(sums[-2])  # no more than two batches wait on the device
     totals = {name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]}
-    terms = max(totals["num_terms"], 1.0)
+    terms, tokens = max(totals["num_terms"], 1.0), int(sum_processes(np.array([tokens]))[0])
     seconds = time.perf_counter() - start
     running = max(seconds - (compile_seconds() - compiled), 1e-9)
     metrics: dict[str, float | int] = {
@@ -59,9 +60,10 @@ def evaluate(
 
 
 def trained_terms(micro: MicroBatch, scores: Any) -> tuple[np.ndarray, ...]:
-    """(logp, entropy, hit, target id) of the trained tokens of a batch, in the order of the data."""
-    used = micro.batch.weight > 0
-    targets = np.take_along_axis(micro.batch.slot_target, micro.batch.term_slot, axis=1)
+    """(logp, entropy, hit, target id) of the trained tokens of a batch, of all processes, in the order of the data."""
+    batch = micro.batch
+    weight, slot_target, term_slot = gather_rows((batch.weight, batch.slot_target, batch.term_slot))
+    used, targets = weight > 0, np.take_along_axis(slot_target, term_slot, axis=1)
     return (*(np.asarray(score)[used] for score in scores), targets[used])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
@@ -90,6 +91,8 @@ class AsyncGRPOTrainer(Trainer):
         refuse_arguments(unsupported, AsyncGRPOTrainer, AsyncGRPOConfig, refused.GRPO_ARGUMENTS)
         columns = grpo_report.COLUMNS
         super().__init__(model, args, AsyncGRPOConfig, processing_class, callbacks, optimizers, mesh, columns)
+        if jax.process_count() > 1:
+            raise ValueError("AsyncGRPOTrainer trains in one process so far: leave coordinator_address out.")
         self.reward_funcs = reward_functions(reward_funcs)
         self.reward_names = unique_names(self.reward_funcs)
         self.reward_weights = check_weights(self.args.reward_weights, self.reward_names)

@@ -171,15 +171,15 @@ class Display:
     """The terminal: a progress bar with loss, tokens/s and time left, or plain lines where there is no terminal.
 
     `bar`: None draws the bar on a terminal only; True and False decide. With `columns` (names of metrics) the logs of
-    training are the rows of a table.
+    training are the rows of a table. A `quiet` one shows nothing.
     """
 
     SHOWN = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "tokens_per_second")
 
-    def __init__(self, bar: bool | None = None, file: Any = None, columns: tuple[str, ...] = ()):
+    def __init__(self, bar: bool | None = None, file: Any = None, columns: tuple[str, ...] = (), quiet: bool = False):
         self._columns, self._has_header = columns, False
-        self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
-        self._bar_wanted = self._console.is_terminal if bar is None else bar
+        self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
+        self._bar_wanted = not quiet and (self._console.is_terminal if bar is None else bar)
         self._progress: Progress | None = None
         self._task: Any = None
         self._total = 0

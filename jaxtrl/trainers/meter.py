@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrl.trainers.data import MicroBatch
 
 COUNTS = ("num_terms", "tokens", "distinct", "padded")  # of a step, from which other metrics are made
+Total = Callable[[np.ndarray], np.ndarray]
 
 
 class Clock:
@@ -43,11 +45,12 @@ class Clock:
 class Meter:
     """Collects the metrics of each step and gives the means since the last log.
 
-    `state_dict` holds what a resumed run needs to log exactly what the uninterrupted one would.
+    `state_dict` holds what a resumed run needs to log exactly what the uninterrupted one would. `total` adds up over
+    processes, which ask for logs at the same steps: each counts what it has built itself.
     """
 
-    def __init__(self, clock: Clock):
-        self.clock = clock
+    def __init__(self, clock: Clock, total: Total = lambda own: own):
+        self.clock, self._total = clock, total
         self.num_tokens = 0
         self.skipped = 0
         self.loss_sum = 0.0  # of the steps fetched so far
@@ -83,7 +86,13 @@ class Meter:
             jax.block_until_ready(self._on_device[-2][0])
 
     def _fetch(self) -> None:
-        for metrics, counts in jax.device_get(self._on_device):
+        if not self._on_device:
+            return
+        names = COUNTS[1:]
+        own = np.array([[counts[name] for name in names] for _, counts in self._on_device], np.float64)
+        totals = self._total(own).tolist()
+        for metrics, values in zip(jax.device_get([metrics for metrics, _ in self._on_device]), totals, strict=True):
+            counts = dict(zip(names, values, strict=True))
             step = {name: float(value) for name, value in metrics.items()}
             self.loss_sum += step["loss"]
             self.steps += 1
@@ -115,7 +124,8 @@ class Meter:
     def speed(self) -> tuple[float, float, float]:
         """(tokens, FLOPs, steps) per second since the last call."""
         seconds = max(self.clock.seconds() - self._window_start, 1e-9)
-        tokens, flops, steps = (self._window[name] / seconds for name in ("tokens", "flops", "steps"))
+        tokens, flops = self._total(np.array([self._window["tokens"], self._window["flops"]])).tolist()
+        tokens, flops, steps = tokens / seconds, flops / seconds, self._window["steps"] / seconds
         self.start_window()
         return tokens, flops, steps
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrl.train.checkpoint import CheckpointWriter, remove_leftovers
+from jaxtrl.train.distributed import is_main, wait_for_all
 from jaxtrl.trainers import saving
 from jaxtrl.trainers.config import TrainConfig
-from jaxtrl.trainers.logging import Metrics, MetricsFile, log_table, open_trackers, trim_metrics
+from jaxtrl.trainers.logging import Metrics, MetricsFile, Tracker, log_table, open_trackers, trim_metrics
 from jaxtrl.trainers.output_folder import METRICS_FILE, lock_folder, start_run
 
 
@@ -17,19 +18,28 @@ class Run:
 
     `run_id` and `resume_step` are those of the checkpoint that the run continues (None: a new run, whose metrics
     replace those of an earlier run in the folder and which never takes up its checkpoints). `files` go into every
-    checkpoint.
+    checkpoint. Of several processes only the main one has the folder and its logs; checkpoints are written by all.
     """
 
     def __init__(
         self, folder: Path, args: TrainConfig, run_id: str | None, resume_step: int | None, files: dict[str, bytes]
     ):
-        self.folder = folder
-        self._lock = lock_folder(folder)
-        options = args.to_dict()
-        self.run_id = start_run(folder, run_id, options)
-        remove_leftovers(folder)
+        self.folder, self.run_id = folder, run_id or ""
+        self._lock: int | None = None
+        self._metrics: MetricsFile | None = None
+        self._trackers: list[Tracker] = []
+        wait_for_all("checkpoints are read")
+        if is_main():
+            self._open(args, run_id, resume_step)
+        wait_for_all("output folder is open")
         steps = saving.own_steps(folder, self.run_id)
         self.checkpoints = CheckpointWriter(folder, args.save_total_limit, steps, files)
+
+    def _open(self, args: TrainConfig, run_id: str | None, resume_step: int | None) -> None:
+        folder, options = self.folder, args.to_dict()
+        self._lock = lock_folder(folder)
+        self.run_id = start_run(folder, run_id, options)
+        remove_leftovers(folder)
         trim_metrics(folder / METRICS_FILE, resume_step)
         self._metrics = MetricsFile(folder / METRICS_FILE)
         self._trackers = open_trackers(
@@ -42,7 +52,8 @@ class Run:
         )
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._metrics.log(metrics, step)
+        if self._metrics is not None:
+            self._metrics.log(metrics, step)
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
@@ -54,8 +65,10 @@ class Run:
         """Waits for the checkpoint that is being written."""
         for tracker in self._trackers:
             tracker.close()
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         try:
             self.checkpoints.close()
         finally:
-            os.close(self._lock)
+            if self._lock is not None:
+                os.close(self._lock)

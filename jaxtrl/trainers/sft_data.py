@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 from datasets import Dataset, IterableDataset
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxtrl.model.config import Qwen3Config
@@ -13,6 +14,7 @@ from jaxtrl.rows.blocks import choose_block_size
 from jaxtrl.rows.order import BatchSizes, epoch_order
 from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, TokenizeReport, tokenize_dataset
+from jaxtrl.train.mesh import own_rows, row_count
 from jaxtrl.trainers.data import Batches, Lines, Packing, StreamLines, count_tokens
 from jaxtrl.trainers.sft_config import SFTConfig
 from jaxtrl.trainers.tree_data import TreeLines
@@ -91,7 +93,7 @@ def make_batches(
     tokenizer: PreTrainedTokenizerBase,
     args: SFTConfig,
     vocab_size: int,
-    devices: int,
+    mesh: Mesh | None,
     formatting_func: Callable[[dict[str, Any]], str] | None = None,
 ) -> tuple[PreparedData, Batches]:
     """Data and batches of the data set called "train", "eval" or "eval_NAME"; the shapes of evaluation are chosen."""
@@ -109,10 +111,11 @@ def make_batches(
     assert args.pad_to_multiple_of is not None  # SFTConfig makes it "none"
     setting, limit = args.pad_to_multiple_of, args.max_programs
     if train:
-        return data, Batches(data.lines, args.per_device_train_batch_size, setting, None, limit, args.batch_window)
-    batches = Batches(data.lines, args.per_device_eval_batch_size, setting, None, limit)
+        size, window = args.per_device_train_batch_size, args.batch_window
+        return data, Batches(data.lines, size, setting, None, limit, window, own_rows(mesh))
+    batches = Batches(data.lines, args.per_device_eval_batch_size, setting, None, limit, own=own_rows(mesh))
     if data.lines.count is not None:
-        batches.fit(batches.foresee_in_order(devices))
+        batches.fit(batches.foresee_in_order(row_count(mesh)))
     return data, batches
 
 

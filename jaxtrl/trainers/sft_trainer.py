@@ -172,8 +172,8 @@ class SFTTrainer(Trainer):
 
     def _prepare(self, name: str, dataset: Any) -> tuple[PreparedData, Batches]:
         """Tokenise, pack and choose shapes for the data set called "train", "eval" or "eval_NAME"."""
-        sizes = self.config.vocab_size, row_count(self.mesh)
-        return make_batches(name, dataset, self.processing_class, self.args, *sizes, self._formatting_func)
+        vocabulary, function = self.config.vocab_size, self._formatting_func
+        return make_batches(name, dataset, self.processing_class, self.args, vocabulary, self.mesh, function)
 
     def _facts(self) -> dict[str, Any]:
         return run_facts(self.args, self._batches["train"], self._extent.sizes, self.steps.dtype, self.config)

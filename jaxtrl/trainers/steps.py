@@ -11,11 +11,12 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtrl.hardware.devices import peak_flops
 from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import abstract_params
+from jaxtrl.model.sharding import place
 from jaxtrl.rows.batch import ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE
 from jaxtrl.train.compiled import Job, Programs
 from jaxtrl.train.flops import train_flops
-from jaxtrl.train.mesh import param_shardings, replicated, row_count, row_sharding, shards_of
+from jaxtrl.train.mesh import param_shardings, place_rows, replicated, row_count, row_sharding, shards_of
 from jaxtrl.train.optimizer import make_optimizer, make_schedule
 from jaxtrl.train.state import TrainState, state_shardings
 from jaxtrl.train.step import Accumulated, skip_lanes
@@ -65,7 +66,8 @@ class TrainSteps:
 
         Always with an explicit sharding, as restored ones have: else a resumed run would have programs of its own.
         """
-        return jax.device_put(params, param_shardings(params, self.mesh) or self._single)
+        shardings = param_shardings(params, self.mesh)
+        return jax.device_put(params, self._single) if shardings is None else place(params, shardings)
 
     def train(self, state: TrainState, micro_batches: list[MicroBatch]) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer step; `state` is donated. Metrics are device scalars that may still be in the making."""
@@ -118,7 +120,7 @@ class TrainSteps:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
     def _batch(self, micro: MicroBatch) -> Any:
-        return jax.device_put(skip_lanes(micro.batch), row_sharding(self.mesh))
+        return place_rows(skip_lanes(micro.batch), self.mesh)
 
 
 def make_adamw(args: TrainConfig, total_steps: int) -> tuple[optax.GradientTransformation, optax.Schedule]:

@@ -1,6 +1,8 @@
 """What every trainer does around its steps: callbacks, logging, checkpoints, the state of a run and its end."""
 
+import json
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,11 +21,13 @@ from jaxtrl.rows.chat import set_chat_template
 from jaxtrl.rows.order import DataPosition
 from jaxtrl.train.checkpoint import restore, step_of
 from jaxtrl.train.compiled import Program, Programs
+from jaxtrl.train.distributed import check_same, is_main, sum_processes, wait_for_all
 from jaxtrl.train.mesh import mesh_of, shards_of
 from jaxtrl.train.state import TrainState
 from jaxtrl.trainers import report, saving
 from jaxtrl.trainers.callbacks import Callbacks, TrainerControl, TrainerState
 from jaxtrl.trainers.checks import check_files
+from jaxtrl.trainers.command import start_several
 from jaxtrl.trainers.config import TrainConfig
 from jaxtrl.trainers.logging import Display, append_metrics
 from jaxtrl.trainers.meter import Clock, Meter
@@ -64,7 +68,9 @@ class Trainer(ABC):
     ):
         self.args = args = kind() if args is None else args
         found = check_files(model, args, kind)
-        self.display = Display(None if args.disable_tqdm is None else not args.disable_tqdm, columns=columns)
+        start_several(args)
+        bar = None if args.disable_tqdm is None else not args.disable_tqdm
+        self.display = Display(bar, columns=columns, quiet=not is_main())
         set_compile_effort(args.compile_effort)
         self.compile_cache = enable_compile_cache(args.compile_cache)
         self.mesh = mesh_of(args.mesh_sizes()) if mesh is None else mesh
@@ -81,7 +87,7 @@ class Trainer(ABC):
         self._optimizers = optimizers
         self._learning_rate = optimizers[1]
         self.clock = Clock()
-        self.meter = Meter(self.clock)
+        self.meter = Meter(self.clock, sum_processes)
         self.programs = Programs(self._say_compiled)
         self.state, self.control = TrainerState(), TrainerControl()
         self.callbacks = Callbacks(callbacks or [])
@@ -137,7 +143,7 @@ class Trainer(ABC):
     def _read(self, path: Path | None) -> saving.Resumed | None:
         """What the checkpoint says besides its arrays (None: a new run), taken over."""
         resumed = None if path is None else saving.read_checkpoint(path, self._facts())
-        self.meter, self.control = Meter(self.clock), TrainerControl()
+        self.meter, self.control = Meter(self.clock, sum_processes), TrainerControl()
         self.state = TrainerState() if resumed is None else resumed.state
         return resumed
 
@@ -155,6 +161,8 @@ class Trainer(ABC):
             nnx.update(self._model, self.params)  # frees the arrays that the state is a copy of
         self.state.compute_steps(self.args, total)
         self.state.max_steps, self.state.num_train_epochs = total, epochs
+        self.state.is_local_process_zero = self.state.is_world_process_zero = is_main()
+        check_same("data or options", zlib.crc32(json.dumps(self._facts()).encode()) >> 1)
         run_id, step = (None, None) if resumed is None else (resumed.run_id, self.state.global_step)
         files = saving.companion_files(self.config, self.processing_class, self._source)
         self._run = Run(Path(str(self.args.output_dir)), self.args, run_id, step, files)
@@ -220,7 +228,7 @@ class Trainer(ABC):
         self.display.log(logs, step, seconds_left)
         if self._run is not None:
             self._run.log(logs, step)
-        else:  # an evaluation outside of training
+        elif is_main():  # an evaluation outside of training
             append_metrics(Path(str(self.args.output_dir)) / "metrics.jsonl", logs, step)
         self._call("on_log", logs=logs)
 
@@ -270,11 +278,16 @@ class Trainer(ABC):
         self.callbacks.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model in Hugging Face format, with its tokenizer, to `output_dir` (default: that of the run)."""
+        """Write the model in Hugging Face format, with its tokenizer, to `output_dir` (default: that of the run).
+
+        Of several processes all have to call this.
+        """
         folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
         stored = self._found.stored_dtype if self.args.dtype == "auto" else self.args.dtype
         save_pretrained((self.config, self.params), folder, dtype=jnp.dtype(stored), source=self._source)
-        self.processing_class.save_pretrained(folder)
+        if is_main():
+            self.processing_class.save_pretrained(folder)
+        wait_for_all("model is saved")
 
     # What the rest is made of
 

@@ -13,6 +13,7 @@ from jaxtrl.hardware.environment import (
     Processes,
     cores_of,
     neuron_environment,
+    neuron_processes,
     set_environment,
     worker_environments,
 )
@@ -161,3 +162,13 @@ def test_importing_it_starts_nothing():
     code = "import sys, jaxtrl.hardware.environment; print([m for m in ('jax', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_processes_of_the_variables_are_those_that_the_environment_was_made_for():
+    processes = Processes("10.0.0.1:1234", 2, 1)
+    given = neuron_environment("trn2.48xlarge", range(64), processes=processes, given={})
+    assert neuron_processes(given) == processes
+    assert neuron_processes({}) is None
+    del given["NEURON_RT_ROOT_COMM_ID"]
+    with pytest.raises(ValueError, match="NEURON_RT_ROOT_COMM_ID"):
+        neuron_processes(given)

@@ -15,6 +15,13 @@ from jaxtrl.trainers.sft_config import SFTConfig
 GOLDEN = Path(__file__).parents[1] / "golden" / "trl_options.json"
 README = Path(__file__).parents[2] / "README.md"
 FIELDS = {field.name: field for field in dataclasses.fields(SFTConfig)}
+PROCESSES = {
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+    "initialization_timeout",
+    "heartbeat_timeout_seconds",
+}
 # What jaxtrl adds: TRL has the first seven in ScriptArguments and ModelConfig, the others nowhere for SFT.
 ADDED = {
     "model_name_or_path",
@@ -34,6 +41,7 @@ ADDED = {
     "neuron_instance",
     "neuron_cores",
     "mesh",
+    *PROCESSES,
     "donate_buffers",
 }
 
@@ -75,7 +83,7 @@ def test_script_options_are_trls():
 
     fields = [f for c in (trl.ScriptArguments, trl.ModelConfig, DatasetMixtureConfig) for f in dataclasses.fields(c)]
     own = {"compile_cache", "compile_effort", "warmup", "max_programs", "batch_window"}
-    own |= {"neuron_instance", "neuron_cores", "mesh", "donate_buffers"}
+    own |= {"neuron_instance", "neuron_cores", "mesh", "donate_buffers", *PROCESSES}
     supported = ADDED - {"eval_dataset_name", "chat_template_kwargs"} - own
     assert {field.name for field in fields} == (refused.SCRIPT.keys() - {"env"}) | supported
     for field in fields:
@@ -288,3 +296,24 @@ def test_the_readme_names_every_option_of_trl(trl_defaults):
         (row,) = [row for row in cells if f"`{name}`" in row[0].split(", ")]
         assert row[1] == refused.SCRIPT[name]
     assert {name for name in ADDED if f"`{name}`" in text} == ADDED
+
+
+def test_options_of_several_processes(monkeypatch):
+    assert SFTConfig().processes() is None
+    args = SFTConfig(coordinator_address="host:1234", num_processes=2, process_id=1)
+    assert args.processes() == ("host:1234", 2, 1)
+    for wrong, message in (
+        ({"coordinator_address": "host:1234", "process_id": 0}, "num_processes: set it too"),
+        ({"num_processes": 2}, "num_processes: set coordinator_address too"),
+        ({"coordinator_address": "auto", "process_id": 0}, "process_id: set coordinator_address too"),
+        ({"coordinator_address": "host", "num_processes": 2, "process_id": 1}, "expected host:port"),
+        ({"coordinator_address": "host:1", "num_processes": 2, "process_id": 2}, "expected host:port"),
+        ({"coordinator_address": "host:12", "num_processes": 2, "process_id": 2}, "process_id 2 of 2 processes"),
+        ({"coordinator_address": "auto", "neuron_instance": "trn2.48xlarge"}, "auto comes too late"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SFTConfig(**wrong)
+    monkeypatch.setenv("NEURON_PJRT_PROCESS_INDEX", "0")
+    monkeypatch.setenv("NEURON_PJRT_PROCESSES_NUM_DEVICES", "64,64")
+    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "host:1233")
+    assert SFTConfig(coordinator_address="auto").processes() == ("host:1234", 2, 0)
