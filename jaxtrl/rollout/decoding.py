@@ -29,7 +29,7 @@ from jaxtrl.model.config import Qwen3Config
 from jaxtrl.model.qwen3 import DecoderLayer, Linear, RMSNorm, embed
 from jaxtrl.model.rope import rope_tables
 from jaxtrl.rollout.sampling import Controls, Drawn, draw_slots
-from jaxtrl.rollout.skinny import SkinnyLinear, head_scores, product
+from jaxtrl.rollout.skinny import SkinnyLinear, head_scores, product, row_products
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE, BlockTables
 
 BLOCK = DEFAULT_BLOCK_SIZE  # tokens copied from a prefilled row to a slot at a time; divides rows and columns
@@ -216,7 +216,7 @@ def decode(
 
         x = embed(weights.embedding, token, dtype)
         x = norm(_apply_layers(config, linear, weights, x, length + number, attention), dtype)
-        logits = product(x, weights.head) if is_skinny else _product(x, weights.head)
+        logits = product(x, weights.head) if is_skinny else row_products(x, weights.head)
         forbidden = None if marks is None else marks.stops & (number < marks.held)[:, None]
         drawn = draw_slots(logits, uniform, inputs.controls, seen, forbidden, halvings=3 if is_skinny else 1)
         if seen is not None:
@@ -227,10 +227,6 @@ def decode(
     start = jnp.asarray(inputs.token), tails, None if marks is None else jnp.asarray(marks.seen)
     (_, tails, _), drawn = lax.scan(step, start, (jnp.arange(count, dtype=jnp.int32), jnp.asarray(inputs.uniforms)))
     return _merge(caches, tails, length), drawn
-
-
-def _product(x: Float[Array, "n i"], weight: Float[Array, "o i"]) -> Float[Array, "n o"]:
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _append(tail: Array, new: Float[Array, "slots kv_heads d"], number: Array) -> Array:

@@ -19,22 +19,29 @@ from jaxtrl.model.qwen3 import Linear
 COMPILER_OPTIONS = {"xla_cpu_enable_fast_math": True}
 ROWS = 8  # that one reduction takes: an accumulator each
 MOST_ROWS = 16  # that are taken by reductions, ROWS at a time
-LONG = 1024  # inner axis of float32 from which on XLA's product of the weights with the rows is faster
+FEW_ROWS = 64  # up to which a product is faster with the weights on its left
+LONG = 1024  # inner axis of float32 from which on such a product is faster than a reduction
 BLOCK = 128  # rows of the weights that the inner loops run over
 
 
 def product(x: Float[Array, "n i"], weight: Float[Array, "o i"]) -> Float[Array, "n o"]:
     """x @ weight.T in float32; both of one dtype."""
     count, inner = x.shape
+    if count > FEW_ROWS:
+        return row_products(x, weight)
     if count > MOST_ROWS or (weight.dtype == jnp.float32 and (count == 1 or count > ROWS or inner >= LONG)):
-        y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return lax.optimization_barrier(y).T  # without it XLA turns the product round, and packs the weights
+        return lax.optimization_barrier(row_products(weight, x)).T  # without it XLA turns the product round
     rows = _computed_once(x.astype(jnp.float32))
     blocks = weight.reshape(-1, math.gcd(weight.shape[0], BLOCK), inner).astype(jnp.float32)
     out: list[Array] = []
     for first in range(0, count, ROWS):
         out += reduce_together([blocks * row for row in rows[first : first + ROWS]], lax.add, 0.0)
     return jnp.stack([y.reshape(-1) for y in out])
+
+
+def row_products(a: Float[Array, "n i"], b: Float[Array, "o i"]) -> Float[Array, "n o"]:
+    """a @ b.T in float32, as XLA does it."""
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def head_scores(q: Float[Array, "s h g d"], keys: Float[Array, "s h c d"]) -> Float[Array, "s h g c"]:

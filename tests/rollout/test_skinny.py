@@ -8,7 +8,7 @@ import pytest
 from jaxtrl.rollout.skinny import COMPILER_OPTIONS, LONG, head_scores, product
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 11, 16, 17])
+@pytest.mark.parametrize("rows", [1, 2, 8, 11, 16, 17, 65])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_is_that_of_numpy(rows, dtype):
     rng = np.random.default_rng(rows)
