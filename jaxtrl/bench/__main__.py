@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxtrl.bench import asynchronous, combined, generate, grpo, learning, sft, shapes, tree
+from jaxtrl.bench import asynchronous, combined, generate, grpo, learning, scaling, sft, shapes, tree
 
 BENCHES = {
     "sft": sft.main,
@@ -13,6 +13,7 @@ BENCHES = {
     "generate": generate.main,
     "async": asynchronous.main,
     "learning": learning.main,
+    "scaling": scaling.main,
 }
 
 

@@ -274,11 +274,11 @@ class AsyncGRPOTrainer(Trainer):
         self._total_groups = math.ceil(args.num_train_epochs * prompts)
         return -(-self._total_groups // size) * args.num_iterations
 
-    def _end(self) -> None:
+    def _end(self, is_complete: bool) -> None:
         if self._rollout is not None:
             self._rollout.close()
             self._rollout = None
-        super()._end()
+        super()._end(is_complete)
 
     # Evaluation
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtrl.train.checkpoint import CheckpointWriter, remove_leftovers
 from jaxtrl.train.distributed import is_main, wait_for_all
 from jaxtrl.trainers import saving
@@ -61,14 +63,16 @@ class Run:
         """Equally long columns as a table, in the trackers that have tables: wandb and trackio."""
         log_table(self._trackers, name, columns, step)
 
-    def close(self) -> None:
-        """Waits for the checkpoint that is being written."""
+    def close(self, is_complete: bool) -> None:
+        """Waits for the checkpoint that is being written; after an error in one of several processes it does not: the
+        others wait for that process elsewhere."""
         for tracker in self._trackers:
             tracker.close()
         if self._metrics is not None:
             self._metrics.close()
         try:
-            self.checkpoints.close()
+            if is_complete or jax.process_count() == 1:
+                self.checkpoints.close()
         finally:
             if self._lock is not None:
                 os.close(self._lock)

@@ -126,12 +126,14 @@ class Trainer(ABC):
         """
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         position = self._begin(resume)
-        start, first = time.perf_counter(), self.state.global_step
+        start, first, is_complete = time.perf_counter(), self.state.global_step, False
         try:
             self._train_loop(position)
-            return self._finish(time.perf_counter() - start, self.state.global_step - first)
+            output = self._finish(time.perf_counter() - start, self.state.global_step - first)
+            is_complete = True
+            return output
         finally:
-            self._end()
+            self._end(is_complete)
 
     def _make_optimizer(self, total: int) -> optax.GradientTransformation:
         """That of the user, else AdamW with its schedule over `total` steps."""
@@ -210,12 +212,12 @@ class Trainer(ABC):
         self.display.say(report.summary(logs, steps, self.programs, self._run.folder))
         return TrainOutput(self.state.global_step, float(logs["train_loss"]), dict(logs))
 
-    def _end(self) -> None:
+    def _end(self, is_complete: bool) -> None:
         """However training ended: complete what is being written, and give the parameters to the model."""
         self.display.stop()
         self.programs.close()
         if self._run is not None:
-            self._run.close()
+            self._run.close(is_complete)
             self._run = None
 
     # Logging, evaluating and saving
