@@ -50,7 +50,8 @@ class RewardOptions(metaclass=OptionsType):
     reward_funcs: str | list[str] = option(  # noqa: RUF009
         "exact_match",
         "Reward functions, several with commas: exact_match, accuracy_reward, reasoning_accuracy_reward, "
-        "think_format_reward, length_reward, or package.module.function.",
+        "think_format_reward, length_reward, get_soft_overlong_punishment (max_completion_len 1280, soft_punish_cache "
+        "256), or package.module.function.",
         group="rewards",
     )
 

@@ -58,7 +58,7 @@ def test_grpo_tiny_says_what_no_arguments_mean():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """(model folder, command line) of a run of 8 steps over 64 prompts with a model that has learned nothing."""
+    """(folder, command line but for output_dir) of a run of 8 steps over 64 prompts with a model that knows nothing."""
     from jaxtrl.model.hf import save_pretrained
     from jaxtrl.trainers.model_source import tiny_model
 
@@ -71,7 +71,6 @@ def tiny(tmp_path_factory):
     options = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "prompts.jsonl",
-        "output_dir": folder / "out",
         "compile_cache": folder / "cache",
         "reward_funcs": "length_reward",
         "num_train_epochs": 1,
@@ -84,7 +83,7 @@ def tiny(tmp_path_factory):
     }
     (folder / "record.py").write_text(RECORD, encoding="utf-8")
     flags = [f"--{name}={value}" for name, value in options.items()]
-    return folder, [sys.executable, str(folder / "record.py"), str(folder / "trained.jsonl"), *flags]
+    return folder, [sys.executable, str(folder / "record.py"), *flags]
 
 
 RECORD = """
@@ -97,12 +96,12 @@ if __name__ == "__main__":
     make_batch = AsyncGRPOTrainer._make_batch
 
     def record(self, scored):
-        with open(sys.argv[1], "a") as file:
+        with open(self.args.output_dir + ".trained", "a") as file:
             print(json.dumps([self.state.global_step, [group.row for group in scored.groups]]), file=file)
         return make_batch(self, scored)
 
     AsyncGRPOTrainer._make_batch = record
-    sys.exit(grpo.main(sys.argv[2:]))
+    sys.exit(grpo.main())
 """
 
 
@@ -111,24 +110,26 @@ def lines_of(path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_trains_every_prompt_once(tiny):
+@pytest.mark.parametrize("victim", ["trainer", "worker"])
+def test_a_killed_run_goes_on_and_trains_every_prompt_once(tiny, victim):
     """What was trained after the newest checkpoint is undone with it, and trained again."""
-    folder, command = tiny
+    out, command = tiny[0] / victim, [*tiny[1], f"--output_dir={tiny[0] / victim}"]
+    trained = out.with_suffix(".trained")
     run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while not list((folder / "out").glob("checkpoint-2")) and run.poll() is None and time.monotonic() < deadline:
+    while not list(out.glob("checkpoint-2")) and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     workers = _children(run.pid)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    assert workers
+    (worker,) = (pid for pid in workers if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(run.pid if victim == "trainer" else worker, signal.SIGKILL)
+    assert run.wait(timeout=60) == (-signal.SIGKILL if victim == "trainer" else 1)
     deadline = time.monotonic() + 20
     while any(map(_is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_is_alive, workers)), "the worker ends with the trainer"
-    kept = max(int(path.name.rpartition("-")[2]) for path in (folder / "out").glob("checkpoint-?"))
-    before = [rows for step, rows in lines_of(folder / "trained.jsonl") if step < kept]
-    (folder / "trained.jsonl").unlink()
+    kept = max(int(path.name.rpartition("-")[2]) for path in out.glob("checkpoint-?"))
+    before = [rows for step, rows in lines_of(trained) if step < kept]
+    trained.unlink()
     done = subprocess.run(
         [*command, "--resume_from_checkpoint=true"],
         cwd=ROOT,
@@ -138,10 +139,10 @@ def test_a_killed_run_goes_on_and_trains_every_prompt_once(tiny):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    after = [rows for _, rows in lines_of(folder / "trained.jsonl")]
+    after = [rows for _, rows in lines_of(trained)]
     assert len(before) == kept
     assert sorted(row for rows in before + after for row in rows) == list(range(64))
-    logs = [line for line in lines_of(folder / "out" / "metrics.jsonl") if "reward" in line]
+    logs = [line for line in lines_of(out / "metrics.jsonl") if "reward" in line]
     assert [line["step"] for line in logs] == list(range(1, 9))
     assert logs[-1]["epoch"] == 1.0
     assert max(line["sample/staleness_max"] for line in logs) <= 1

@@ -119,7 +119,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 REWARDS: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (exact_match, accuracy_reward, reasoning_accuracy_reward, think_format_reward, length_reward)
-}
+} | {"get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256)}  # the numbers of TRL's command
 
 
 def find_reward(name: str) -> RewardFunction:

@@ -63,6 +63,11 @@ def test_format_length_overlong_and_repetition():
         rewards.get_repetition_penalty_reward(2, 0.5)
 
 
+def test_the_overlong_punishment_of_trls_command_has_its_name():
+    punish = find_reward("get_soft_overlong_punishment")
+    assert punish(completion_ids=[[0] * 1024, [0] * 1152, [0] * 1281]) == [0.0, -0.5, -1.0]
+
+
 def test_functions_by_name_can_be_sent_to_workers():
     for function in (*rewards.REWARDS.values(), rewards.get_soft_overlong_punishment(8, 2)):
         assert pickle.loads(pickle.dumps(function)).__name__ == function.__name__
