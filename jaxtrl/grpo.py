@@ -114,6 +114,8 @@ def _run(args: Any, reward_funcs: list[str]) -> None:
     if args.dataset_name is None:
         bundled: Any = train
         train = bundled.select(range(TRAINING_PROMPTS))
+    if model is None and args.coordinator_address is not None:
+        raise ValueError("model_name_or_path is missing: several processes need a model that is there already.")
     if model is None:
         model = tiny_sft_model(Path(args.output_dir) / TINY_SFT, args)
     trainer = AsyncGRPOTrainer(model, [*reward_funcs], args, train_dataset=train, eval_dataset=evaluation)

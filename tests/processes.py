@@ -37,6 +37,7 @@ def run(folder: Path, devices: int, **options):
         "per_device_eval_batch_size": 4 // devices,
         "num_train_epochs": 2,
         "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",  # one program for any number of steps
         "logging_steps": 1,
         "save_steps": 4,
         "eval_strategy": "steps",
@@ -62,5 +63,49 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def even_ids(completion_ids, **_):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def train_grpo(folder: Path, **options):
+    """Two epochs of 8 prompts, two groups a step; prompts and metrics of each step go to trained-PROCESS.json."""
+    from jaxtrl import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "beta": 0.1,
+        "save_steps": 4,
+        "rollout_slots": 4,
+        "max_staleness": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+    }
+    prompts = [{"prompt": f"{a} + 1 ="} for a in range(8)]
+    args = AsyncGRPOConfig(**{**defaults, **options})
+    trainer = AsyncGRPOTrainer(
+        str(folder.parent / "model"), even_ids, args, train_dataset=prompts, eval_dataset=prompts[:3]
+    )
+    steps, make_batch = [], trainer._make_batch
+
+    def recorded(scored):
+        steps.append([group.row for group in scored.groups])
+        return make_batch(scored)
+
+    trainer._make_batch = recorded
+    trainer.train()
+    logs = [
+        {k: v for k, v in log.items() if "reward" in k or k in ("step", "loss")} for log in trainer.state.log_history
+    ]
+    (folder / f"trained-{args.process_id}.json").write_text(json.dumps({"steps": steps, "logs": logs}))
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), 2 * DEVICES, **json.loads(sys.argv[2]))
+    if sys.argv[1] == "grpo":
+        train_grpo(Path(sys.argv[2]), **json.loads(sys.argv[3]))
+    else:
+        run(Path(sys.argv[1]), 2 * DEVICES, **json.loads(sys.argv[2]))

@@ -117,9 +117,33 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_other_with_a_sentence(folder, victim):
-    data, output = folder / "data.jsonl", folder / f"killed-{victim}"
+def test_grpo_trains_each_prompt_of_an_epoch_once(folder):
+    output = folder / "grpo"
+    options = {
+        "rollout": "inline",
+        "compile_cache": str(folder / "cache"),
+        "mesh": f"data=1,fsdp={2 * DEVICES}",
+        "coordinator_address": f"127.0.0.1:{free_port()}",
+        "num_processes": 2,
+    }
+    both = start(
+        ["tests.processes", "grpo", str(output)], lambda process: [json.dumps({**options, "process_id": process})]
+    )
+    outputs = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
+    trained, other = (json.loads((output / f"trained-{process}.json").read_text()) for process in range(2))
+    assert trained["steps"] == other["steps"]
+    rows = [row for step in trained["steps"] for row in step]
+    assert [sorted(rows[:8]), sorted(rows[8:])] == [[*range(8)]] * 2
+    assert all({row % 2 for row in step} == {0, 1} for step in trained["steps"]), "a group of each process in a step"
+    assert len(trained["logs"]) == 8 + 2 + 1
+    for log, same in zip(trained["logs"], other["logs"], strict=True):
+        assert log == pytest.approx(same, rel=1e-6)
+
+
+def command_for_ever(folder, output):
+    """Arguments of both processes: the command."""
+    data = folder / "data.jsonl"
     data.write_text('{"text": "one two three"}\n' * 8)
     options = {
         "model_name_or_path": folder / "model",
@@ -136,7 +160,28 @@ def test_a_killed_process_ends_the_other_with_a_sentence(folder, victim):
         "heartbeat_timeout_seconds": 10,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    both = start(["jaxtrl.sft", *flags], lambda process: [f"--process_id={process}"])
+    return ["jaxtrl.sft", *flags], lambda process: [f"--process_id={process}"]
+
+
+def script_for_ever(folder, output):
+    """Arguments of both processes: a script, whose programs are compiled already."""
+    options = {
+        "max_steps": 100_000,
+        "compile_cache": str(folder / "cache"),
+        "mesh": f"data=1,fsdp={2 * DEVICES}",
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "coordinator_address": f"127.0.0.1:{free_port()}",
+        "num_processes": 2,
+    }
+    return ["tests.processes", str(output)], lambda process: [json.dumps({**options, "process_id": process})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "arguments"), [(0, script_for_ever), (1, command_for_ever)])
+def test_a_killed_process_ends_the_other_with_a_sentence(folder, victim, arguments):
+    output = folder / f"killed-{victim}"
+    both = start(*arguments(folder, output))
     try:
         wait_until(lambda: is_training(output) or any(process.poll() is not None for process in both), 200)
         assert is_training(output), both[0].communicate()[0] if both[0].poll() else both[1].communicate()[0]

@@ -100,7 +100,7 @@ def on_host(leaf: Any, layer: int | None = None) -> np.ndarray:
 
     Every process that has parts of it has to call this.
     """
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated or (layer is None and leaf.is_fully_addressable):
         whole = np.asarray(leaf)  # the whole leaf: indexing a device array would compile a program
         return whole if layer is None else whole[layer]
     cut: Any = leaf.sharding

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxtrl.model.sharding import is_shared, on_host
 from jaxtrl.rollout.group_queue import GroupQueue, queue_metrics
 from jaxtrl.rollout.groups import Group, Prompt
 from jaxtrl.rollout.pacing import Pacing
@@ -92,5 +93,7 @@ class InlineRollout:
 
 
 def _on_one_device(params: Any) -> Any:
+    if is_shared(params):
+        return jax.tree.map(on_host, params)
     devices = {device for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) for device in leaf.devices()}
     return jax.device_get(params) if len(devices) > 1 else params

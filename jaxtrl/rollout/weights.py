@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from jaxtrl.model.sharding import on_host
 from jaxtrl.model.tensor_files import SINGLE_FILE, StoredTensor, TensorSpec, read_header, write_tensors
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -49,7 +50,7 @@ class WeightsFolder:
         """
         leaves = flatten(params)
         specs = [TensorSpec(name, tuple(leaf.shape), self.dtype) for name, leaf in leaves]
-        arrays = ((name, np.asarray(leaf).astype(self.dtype, copy=False)) for name, leaf in leaves)
+        arrays = ((name, on_host(leaf).astype(self.dtype, copy=False)) for name, leaf in leaves)
         path = self._path(version)
         path.mkdir(exist_ok=True)
         nbytes = sum(spec.nbytes for spec in specs)

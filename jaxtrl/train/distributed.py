@@ -121,6 +121,17 @@ def gather_rows(tree: Any) -> Any:
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
+def gather_bytes(own: bytes) -> list[bytes]:
+    """What each process has given, in the order of the processes."""
+    if jax.process_count() == 1:
+        return [own]
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(own)))).tolist()
+    padded = np.zeros(1 << max(*sizes, 2).bit_length(), np.uint8)  # few sizes: each is a small program
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    parts = np.asarray(multihost_utils.process_allgather(padded))
+    return [part[:size].tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
 def check_same(what: str, checksum: int) -> None:
     """Raises ValueError where `checksum` (below 2**31) is not that of process 0."""
     if jax.process_count() == 1:

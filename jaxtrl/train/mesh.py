@@ -96,4 +96,10 @@ def place_rows(batch: Any, mesh: Mesh | None) -> Any:
     sharding = row_sharding(mesh)
     if mesh is None or not mesh.is_multi_process:
         return jax.device_put(batch, sharding)
-    return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
+
+    def place_leaf(rows):
+        if isinstance(rows, jax.Array):  # the result of a program on this mesh
+            return rows
+        return jax.make_array_from_process_local_data(sharding, rows)
+
+    return jax.tree.map(place_leaf, batch)

@@ -51,7 +51,7 @@ class Fit(NamedTuple):
 def fit_of(steps: TrainSteps, shapes: Iterable[ShapeClass], limit: int | None = None) -> Fit:
     """Of the class that needs most. `limit`: bytes of a device (None: asked of the devices here)."""
     if limit is None:
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         limit = device_memory(device, 1 if steps.mesh is None else len(steps.mesh.local_devices))
     opt_state = steps.abstract_state().opt_state
     memory, shape = max(

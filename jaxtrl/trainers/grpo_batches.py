@@ -1,15 +1,18 @@
 """From finished groups to the micro-batches of an optimizer step, and what is reported about them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float32, Float64
 
 from jaxtrl.rollout.groups import Group
 from jaxtrl.rows.advantages import group_advantages, normalise_row
 from jaxtrl.rows.batch import Row, Sample, ShapeClass, concat_rows, make_batch
 from jaxtrl.rows.tree import tree_rows
+from jaxtrl.train.distributed import sum_processes
+from jaxtrl.train.mesh import own_rows, row_count
 from jaxtrl.trainers.data import MicroBatch, count_pairs
 from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 
@@ -72,16 +75,20 @@ def make_samples(scored: Scored, mask_truncated: bool) -> tuple[list[Sample], in
 
 
 def make_micro_batches(
-    samples: list[Sample], masked: int, shape: ShapeClass, devices: int, args: AsyncGRPOConfig
+    samples: list[Sample], masked: int, shape: ShapeClass, mesh: Mesh | None, args: AsyncGRPOConfig
 ) -> list[MicroBatch]:
-    """Tree rows of all samples, `devices` of them at a time; none of them where nothing is trained."""
+    """Tree rows of all samples, one for each data-parallel device at a time; none of them where nothing is trained.
+
+    Of several processes each makes the same plan, and batches of the rows of its own devices.
+    """
+    devices, own = row_count(mesh), own_rows(mesh)
     rows = tree_rows(samples, shape.tokens, max_slots=shape.slots, max_terms=shape.terms)
     rows = [
         normalise_row(row, args.loss_type, args.max_completion_length, untrained=0 if number else masked)
         for number, row in enumerate(rows)
     ]
     return [
-        _micro_batch(rows[start : start + devices], shape, devices, args.beta > 0)
+        _micro_batch(rows[start + own.start : min(start + own.stop, len(rows))], shape, len(own), args.beta > 0)
         for start in range(0, len(rows), devices)
     ]
 
@@ -89,8 +96,10 @@ def make_micro_batches(
 def _micro_batch(rows: list[Row], shape: ShapeClass, devices: int, has_reference: bool) -> MicroBatch:
     """One padded batch; `ref_logp`, where there is a reference, is filled in when the reference has scored it."""
     batch = make_batch([*rows, *[concat_rows([])] * (devices - len(rows))], shape)
-    if has_reference:
-        batch = batch._replace(ref_logp=np.zeros_like(batch.weight))
+    columns = ["advantage", "old_logp", "sampler_logp"] if not rows else []  # other processes' rows have them
+    columns += ["ref_logp"] if has_reference else []
+    zeros: dict[str, Any] = {name: np.zeros_like(batch.weight) for name in columns}
+    batch = batch._replace(**zeros)
     return MicroBatch(
         shape,
         batch,
@@ -100,6 +109,12 @@ def _micro_batch(rows: list[Row], shape: ShapeClass, devices: int, has_reference
         slots=sum(len(row.slot_index) for row in rows),
         pairs=sum(count_pairs(row) for row in rows),
     )
+
+
+def count_trained(micro_batches: Sequence[MicroBatch]) -> float:
+    """Trained tokens of a step, in all processes."""
+    own = sum(np.count_nonzero(micro.batch.weight) for micro in micro_batches)
+    return float(sum_processes(np.array([own]))[0])
 
 
 def _sample_lengths(row: Row) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrl.model.config import Qwen3Config
@@ -63,6 +64,7 @@ def run_facts(
         "the model's config": config.to_dict(),
         "the reference model (checksum)": reference,
         **{name: getattr(args, name) for name in FACTS},
+        **({"the number of processes": jax.process_count()} if jax.process_count() > 1 else {}),
     }
 
 

@@ -19,16 +19,19 @@ from jaxtrl.rollout.scoring import function_name
 from jaxtrl.rollout.workers import LocalWorkers
 from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 from jaxtrl.trainers.grpo_data import PromptData
+from jaxtrl.trainers.grpo_processes import SharedRollout
 
 RewardArgument = RewardFunction | str | list[RewardFunction | str]
+SEED_STEP = 1_000_003
 LEAST_SLOTS, MOST_SLOTS = 8, 64
 
 
 def make_pacing(args: AsyncGRPOConfig, groups_per_step: int, total_groups: int) -> Pacing:
     """Raises ValueError, naming the option, for a queue or a staleness that would wait for ever."""
+    processes = jax.process_count()
     return Pacing(
-        groups_per_step,
-        total_groups,
+        groups_per_step // processes,
+        total_groups // processes,
         args.max_staleness,
         args.num_iterations,
         args.weight_sync_steps,
@@ -49,7 +52,7 @@ def make_setup(
     """How groups are sampled and scored. `source`: the folder of the model, whose generation_config.json says more ids
     that end a completion than the tokenizer's."""
     workers = 1 if args.rollout == "inline" else args.rollout_workers
-    slots = -(-groups_per_step * args.num_generations // workers)
+    slots = -(-groups_per_step * args.num_generations // (workers * jax.process_count()))
     ends = {*stop_ids(None, source, config)}
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
@@ -63,7 +66,7 @@ def make_setup(
         slots=args.rollout_slots or min(max(slots, LEAST_SLOTS), MOST_SLOTS),
         dtype=dtype,
         eos_token_id=sorted(ends),
-        seed=args.seed,
+        seed=(args.seed + SEED_STEP * jax.process_index()) % 2**32,  # groups of different processes share numbers
         order_seed=args.order_seed,
         max_inflight=None if args.max_inflight_tasks < 0 else args.max_inflight_tasks,
         compile_cache=args.compile_cache,
@@ -71,7 +74,17 @@ def make_setup(
 
 
 def make_rollout(args: AsyncGRPOConfig, setup: RolloutSetup, pacing: Pacing, data: PromptData) -> Rollout:
-    """What samples in this process, in others or in a cluster, not started yet."""
+    """What samples in this process, in others or in a cluster, not started yet.
+
+    Several trainer processes have one each, for every so many-th prompt.
+    """
+    if (count := jax.process_count()) > 1:
+        stripe = data._replace(prompts=data.prompts[jax.process_index() :: count])
+        return SharedRollout(_make_own(args, setup, pacing, stripe))
+    return _make_own(args, setup, pacing, data)
+
+
+def _make_own(args: AsyncGRPOConfig, setup: RolloutSetup, pacing: Pacing, data: PromptData) -> Rollout:
     if args.rollout == "inline":
         return InlineRollout(setup, pacing, data.prompts, args.shuffles)
     if args.rollout == "ray":

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +21,7 @@ from jaxtrl.trainers.data import MicroBatch
 from jaxtrl.trainers.fitting import check_fits
 from jaxtrl.trainers.grpo_batches import (
     Scored,
+    count_trained,
     group_metrics,
     has_spread,
     make_micro_batches,
@@ -32,6 +32,7 @@ from jaxtrl.trainers.grpo_batches import (
 )
 from jaxtrl.trainers.grpo_config import AsyncGRPOConfig
 from jaxtrl.trainers.grpo_data import PromptData, prepare_prompts, prompt_room, row_shape
+from jaxtrl.trainers.grpo_processes import check_processes
 from jaxtrl.trainers.grpo_resume import GROUPS_FILE, pack_groups, read_groups, run_facts
 from jaxtrl.trainers.grpo_rollout import (
     RewardArgument,
@@ -91,8 +92,6 @@ class AsyncGRPOTrainer(Trainer):
         refuse_arguments(unsupported, AsyncGRPOTrainer, AsyncGRPOConfig, refused.GRPO_ARGUMENTS)
         columns = grpo_report.COLUMNS
         super().__init__(model, args, AsyncGRPOConfig, processing_class, callbacks, optimizers, mesh, columns)
-        if jax.process_count() > 1:
-            raise ValueError("AsyncGRPOTrainer trains in one process so far: leave coordinator_address out.")
         self.reward_funcs = reward_functions(reward_funcs)
         self.reward_names = unique_names(self.reward_funcs)
         self.reward_weights = check_weights(self.args.reward_weights, self.reward_names)
@@ -125,6 +124,7 @@ class AsyncGRPOTrainer(Trainer):
         total = self._count_steps(len(data.prompts))
         if args.beta > 0:
             self._reference_checksum()  # while the parameters are those of the reference
+        check_processes(args, self._groups_per_step, len(data.prompts), self._total_groups)
         self.shape = row_shape(data, args.num_generations, args.max_completion_length, args.token_budget)
         self.steps.prepare_training(self._make_optimizer(total))
         path = saving.find_resume_path(resume, Path(str(args.output_dir)))
@@ -252,14 +252,14 @@ class AsyncGRPOTrainer(Trainer):
     def _make_batch(self, scored: Scored) -> tuple[list[MicroBatch], dict[str, float]]:
         """The micro-batches of these groups, with the columns that the trainer itself computes, and their metrics."""
         samples, masked = make_samples(scored, self.args.mask_truncated_completions)
-        micro_batches = make_micro_batches(samples, masked, self.shape, row_count(self.mesh), self.args)
+        micro_batches = make_micro_batches(samples, masked, self.shape, self.mesh, self.args)
         if self._reference is not None:
             micro_batches = self.steps.rescore(self._reference, micro_batches, "ref_logp")
         if self.args.recompute_old_logps:
             micro_batches = self.steps.rescore(self.params, micro_batches, "old_logp")
         metrics = group_metrics(scored, self.reward_names)
         metrics["completions/masked_total"] = float(masked)
-        metrics["batch/trained_tokens_per_step"] = float(sum(np.count_nonzero(m.batch.weight) for m in micro_batches))
+        metrics["batch/trained_tokens_per_step"] = count_trained(micro_batches)
         return micro_batches, metrics
 
     def _count_steps(self, prompts: int) -> int:
@@ -355,16 +355,9 @@ class AsyncGRPOTrainer(Trainer):
             return self._given_rollout
         args, data, size = self.args, self._data.get("train") or PromptData([], 0), self._groups_per_step
         check_reward_functions(self.reward_funcs, list(data.prompts[0].columns) if data.prompts else [])
-        setup = make_setup(
-            args,
-            self.config,
-            self.processing_class,
-            self._source,
-            self.reward_funcs,
-            longest,
-            size,
-            str(self.steps.dtype),
-        )
+        dtype, source = str(self.steps.dtype), self._source
+        tokenizer, functions = self.processing_class, self.reward_funcs
+        setup = make_setup(args, self.config, tokenizer, source, functions, longest, size, dtype)
         return make_rollout(args, setup, make_pacing(args, size, total_groups), data)
 
     def _facts(self) -> dict[str, Any]:
