@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxtrl.hardware.environment import Processes
 
+LOST = ("Gloo", "NCCL", "UNAVAILABLE", "coordination service")  # in errors of a collective whose peer is gone
 _kept: list[Any] = []  # what C calls must not be collected
 
 
@@ -50,13 +51,16 @@ def start_processes(processes: Processes | None, initialization_timeout: int, he
     me, count = jax.process_index(), jax.process_count()
     sentence = (
         f"process {me} of {count} ends because another one died, ended with an error or was silent for "
-        f"{heartbeat_timeout_seconds} s (which, is said above): look for the first error in what the others printed, "
-        "then start all of them again, with resume_from_checkpoint to go on from the newest checkpoint"
+        f"{heartbeat_timeout_seconds} s: look for the first error above and in what the others printed, then start all "
+        "of them again, with resume_from_checkpoint to go on from the newest checkpoint"
     )
     previous = sys.excepthook
 
-    def hook(*error: Any) -> None:
-        previous(*error)
+    def hook(kind: type[BaseException], error: BaseException, *rest: Any) -> None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in LOST):
+            print(f"{str(error).strip().splitlines()[0]}\njaxtrl: error: {sentence}", file=sys.stderr)
+        else:
+            previous(kind, error, *rest)
         leave(1)
 
     sys.excepthook = hook
