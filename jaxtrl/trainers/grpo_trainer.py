@@ -140,7 +140,7 @@ class AsyncGRPOTrainer(Trainer):
         self._finished = [] if path is None else read_groups(path)
         jobs = list(self.steps.jobs(self.shape))
         check_fits(self.steps, jobs)
-        self._rollout = self._make_rollout(self._longest(), self._total_groups)
+        self._rollout = self._make_rollout(max(each.longest for each in self._data.values()), self._total_groups)
         if args.beta > 0 and self._reference is None:  # a second run keeps the reference of the first
             self._reference = self.steps.place(self._params)
         self._open_run(resumed, total, epochs)
@@ -345,10 +345,6 @@ class AsyncGRPOTrainer(Trainer):
         room = prompt_room(self.config.max_position_embeddings, args.max_completion_length, args.token_budget)
         kwargs = args.chat_template_kwargs
         return prepare_prompts(dataset, self.processing_class, self.config.vocab_size, room, kwargs)
-
-    def _longest(self) -> int:
-        """The longest prompt that is sampled from."""
-        return max(data.longest for data in self._data.values())
 
     def _make_rollout(self, longest: int, total_groups: int) -> Rollout:
         if self._given_rollout is not None:
