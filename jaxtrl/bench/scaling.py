@@ -73,7 +73,9 @@ class Job:
             assert process.stdin is not None
             process.stdin.close()  # no more steps: it ends, when the other does
         for process in self._processes:
+            assert process.stdout is not None
             process.wait()
+            process.stdout.close()
 
 
 def _start(argv: list[str], core: int) -> subprocess.Popen:
