@@ -76,7 +76,8 @@ class Engine:
 
     Every program is compiled once per shape and counted in `programs`: "weights" one, "prefill" one per token class,
     "insert" one per token class and cache length, "decode" two per cache length. `columns` is 0 until `reserve`.
-    On the `platform` "cpu" (default: that in use) products are those of `skinny`.
+    On the `platform` "cpu" (default: that in use) products are those of `skinny`. With `donate` the cache is written in
+    place, else each call makes another.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Engine:
         dtype: DTypeLike,
         cache_dtype: DTypeLike,
         platform: str | None = None,
+        donate: bool = True,
     ):
         self.config, self.slots, self.call = config, slots, call
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
@@ -97,9 +99,10 @@ class Engine:
         linear = SkinnyLinear if cpu else Linear
         self._make_weights = jax.jit(partial(make_weights, config, self.dtype, linear))
         self._prefill = jax.jit(partial(prefill, config, self.dtype, self.cache_dtype, linear))
-        self._insert = jax.jit(insert, donate_argnums=0)
+        self._insert = jax.jit(insert, donate_argnums=0 if donate else ())
         options = COMPILER_OPTIONS if cpu else None
-        self._decode = jax.jit(partial(decode, config, self.dtype, linear), donate_argnums=1, compiler_options=options)
+        step = partial(decode, config, self.dtype, linear)
+        self._decode = jax.jit(step, donate_argnums=1 if donate else (), compiler_options=options)
         self._caches: tuple[KeyValue, ...] = ()
         self.load(params)
 

@@ -45,6 +45,7 @@ class RolloutSetup:
     max_inflight: int | None = None
     scoring_threads: int = 4
     compile_cache: str = "auto"
+    donate: bool = True
 
 
 class Task(NamedTuple):
@@ -90,6 +91,7 @@ class GroupProducer:
             tokens_per_call=setup.tokens_per_call,
             eos_token_id=setup.eos_token_id,
             tokenizer=setup.tokenizer,
+            donate=setup.donate,
         )
         self.sampler.version = version
         self.counters: defaultdict[str, float] = defaultdict(float)

@@ -25,9 +25,9 @@ class Sampler:
     `model` is a `Qwen3`, a checkpoint folder or a hub id. `dtype` (float32, bfloat16) is that of the computation,
     `cache_dtype` that of keys and values (default: `dtype`). A device call decodes `tokens_per_call` tokens in every
     slot; between calls finished slots are refilled. Completions end at `eos_token_id` (default: that of a folder's
-    generation_config.json, else of the config; one id, several, or ()). Stop strings need the `tokenizer`. Nothing is
-    compiled after the first use of a shape (`engine.programs` counts), or at all after `warm_up`. Raises ValueError for
-    sizes or dtypes that cannot work.
+    generation_config.json, else of the config; one id, several, or ()). Stop strings need the `tokenizer`. With
+    `donate` the cache is written in place. Nothing is compiled after the first use of a shape (`engine.programs`
+    counts), or at all after `warm_up`. Raises ValueError for sizes or dtypes that cannot work.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Sampler:
         tokens_per_call: int = 8,
         eos_token_id: int | Sequence[int] | None = None,
         tokenizer: Any = None,
+        donate: bool = True,
     ):
         _check_sizes(slots=slots, max_length=max_length, tokens_per_call=tokens_per_call)
         for name, kind in (("dtype", dtype), ("cache_dtype", dtype if cache_dtype is None else cache_dtype)):
@@ -56,7 +57,9 @@ class Sampler:
         self.max_length, self.tokenizer, self.version = max_length, tokenizer, 0
         self.eos_token_ids = stop_ids(eos_token_id, folder, model.config)
         cache_dtype = dtype if cache_dtype is None else cache_dtype
-        self.engine = Engine(model.config, model_params(model), slots, tokens_per_call, dtype, cache_dtype)
+        self.engine = Engine(
+            model.config, model_params(model), slots, tokens_per_call, dtype, cache_dtype, donate=donate
+        )
         self._session: Session | None = None
 
     def generate(

@@ -91,8 +91,8 @@ class TrainConfig(metaclass=OptionsType):
     )
     donate_buffers: bool = option(
         True,
-        "Steps write new parameters and optimizer state over the old ones; false needs twice their memory, for a "
-        "backend that fails with alias errors.",
+        "Steps write new parameters and optimizer state, samplers their cache, over the old ones; false needs twice "
+        "their memory, for a backend that fails with alias errors.",
         group="devices",
     )
     seed: int = option(

@@ -70,6 +70,7 @@ def make_setup(
         order_seed=args.order_seed,
         max_inflight=None if args.max_inflight_tasks < 0 else args.max_inflight_tasks,
         compile_cache=args.compile_cache,
+        donate=args.donate_buffers,
     )
 
 

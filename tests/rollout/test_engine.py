@@ -56,6 +56,21 @@ def test_logps_of_given_tokens(engine, temperature, right):
     np.testing.assert_allclose([first.sampled_logp[0, 1], second.sampled_logp[0, 1]], 0, atol=1e-6)
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_donation_is_a_switch(donate):
+    """Whether `insert` and `decode` may write the new cache over the old one."""
+    model = fixture_t()
+    engine = Engine(model.config, model_params(model), 3, 1, jnp.float32, jnp.float32, donate=donate)
+    engine.reserve(64)
+    row, starts = prompt_row([[30, 31]])
+    before = engine._caches
+    engine.insert(engine.prefill(row), [Copy(starts[0], 2, 1)])
+    between = engine._caches
+    engine.decode(only(engine, 12, 2, 3, 1.0))
+    for old in (before, between):
+        assert all(x.is_deleted() == donate for x in jax.tree.leaves(old))
+
+
 def test_a_write_beyond_the_cache_is_refused_not_clamped(engine):
     inputs = only(engine, 12, engine.columns, 3, 1.0)
     with pytest.raises(ValueError, match="do not fit"):
