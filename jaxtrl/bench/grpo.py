@@ -8,14 +8,12 @@ which takes either side the same time. The limit is the ratio of the counted FLO
 
 import argparse
 import math
-import statistics
-import time
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxtrl.bench.sft import DTYPES
+from jaxtrl.bench.sft import DTYPES, update_seconds
 from jaxtrl.bench.tree import add_measurement, compare, compile_side, finish, load_model, shared_prompt
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.rows.advantages import group_advantages, normalise_row
@@ -62,20 +60,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for side in (compile_side(row, config, params, step, args.block_size) for row in rows)
     )
     result = compare(packed, tree, params, dtype, args.repeats)
-    update = _update_seconds(step, params, optimizer, args.repeats)
+    _, update = update_seconds(step, TrainState.create(params, optimizer), args.repeats)
     both = [result[f"{side}_seconds"] + update for side in ("packed", "tree")]
     return {"samples": len(samples), "update_seconds": update, "step_speedup": both[0] / both[1], **result}
-
-
-def _update_seconds(step: Any, params: Any, optimizer: Any, repeats: int) -> float:
-    """Median seconds of the optimizer's update."""
-    state, sums, seconds = TrainState.create(params, optimizer), step.init(params), []
-    jax.block_until_ready(step.apply(state, sums))
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(step.apply(state, sums))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,8 @@
 """`python -m jaxtrl.bench sft`: SFT steps on real rows, timed one by one, beside the counted matmul limit.
 
 Rows are taken in file order, `batch` a step, each truncated to `max_length`; every program is compiled before the first
-timed step. The first step is left out of `tokens_per_second`, as in the baselines.
+timed step. The first step is left out of `tokens_per_second`, as in the baselines. `--parts` times the head's loss and
+gradient and the optimizer's update alone as well, each beside what bounds it; the layers are what is left of the step.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import AutoTokenizer
 
-from jaxtrl.hardware.machine import matmul_rate, peak_rss_gib
+from jaxtrl.hardware.machine import copy_rate, matmul_rate, peak_rss_gib
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.model.hf import load_pretrained
 from jaxtrl.model.qwen3 import model_params
@@ -25,10 +26,11 @@ from jaxtrl.rows.ladder import ShapeSet
 from jaxtrl.rows.needs import need_of, stack_needs
 from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, tokenize_dataset
-from jaxtrl.train.flops import train_flops
+from jaxtrl.train.flops import Flops, train_flops
+from jaxtrl.train.head import score
 from jaxtrl.train.optimizer import make_optimizer
 from jaxtrl.train.state import TrainState
-from jaxtrl.train.step import make_sft_step, skip_lanes
+from jaxtrl.train.step import TrainStep, make_sft_step, skip_lanes
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -46,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--compile_effort", choices=("low", "high"), default="low", help="high: unrolled layers")
     out.add_argument("--pad_to_multiple_of", default="none", help="shape set: none (default), auto, K, optimal:K")
+    out.add_argument("--parts", action="store_true", help="where the time of the last step goes")
     out.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return out
 
@@ -65,6 +68,47 @@ def batches(args: argparse.Namespace) -> list[tuple[RowBatch, int]]:
         (skip_lanes(make_batch([row], shapes.class_of(need))), len(row.input_ids))
         for row, need in zip(rows, needs, strict=True)
     ]
+
+
+def update_seconds(step: TrainStep, state: TrainState, repeats: int) -> tuple[TrainState, float]:
+    """The state after `repeats` updates by a gradient of zeros, and their median time."""
+    sums, seconds = step.init(state.params), []
+    state, _ = jax.block_until_ready(step.apply(state, sums))
+    for _ in range(repeats):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(step.apply(state, sums))
+        seconds.append(time.perf_counter() - start)
+    return state, statistics.median(seconds)
+
+
+def head_seconds(table: jax.Array, slots: int, dtype: Any, repeats: int) -> float:
+    """Median time of the head's loss and gradient at random hidden states; `table` [vocab, d] is its weight."""
+    hidden = jax.random.normal(jax.random.key(0), (slots, table.shape[1]), dtype)
+    target = jax.random.randint(jax.random.key(1), (slots,), 0, table.shape[0])
+    total = jax.jit(jax.value_and_grad(lambda h, w: score(h, w, target, cotangent=jnp.ones(slots)).total, (0, 1)))
+    jax.block_until_ready(total(hidden, table))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(total(hidden, table))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def parts(step: TrainStep, state: TrainState, seconds: float, flops: Flops, slots: int, dtype: Any) -> dict[str, Any]:
+    """Of a step that takes `seconds`: those of head, update and the rest, and what the machine's rates allow each.
+
+    The update reads parameter, gradient (twice: its norm first) and both moments, and writes all but the gradient.
+    """
+    state, update = update_seconds(step, state, 3)
+    table = state.params.get("lm_head", state.params["embed_tokens"])
+    head = head_seconds(table, slots, dtype, 3)
+    rate, moved = matmul_rate(dtype), 8 * sum(x.nbytes for x in jax.tree.leaves(state.params))
+    return {
+        "head": {"seconds": head, "limit_seconds": flops.head / rate},
+        "layers": {"seconds": seconds - head - update, "limit_seconds": (flops.total - flops.head) / rate},
+        "update": {"seconds": update, "limit_seconds": moved / copy_rate()},
+    }
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,6 +145,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         pairs = visited_blocks(jax.tree.map(lambda x: x[0], batch.tables)) * DEFAULT_BLOCK_SIZE**2
         flops = train_flops(config, batch.input_ids.shape[1], pairs, batch.slot_index.shape[1], remat=remat)
         limits.append(flops.total / rates[-1])
+    slots = data[-1][0].slot_index.shape[1]
+    split = parts(step, state, seconds[-1], flops, slots, DTYPES[args.dtype]) if args.parts else None
     return {
         "system": "jaxtrl",
         "dtype": args.dtype,
@@ -114,6 +160,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "matmul_gflops": statistics.median(rates) / 1e9,
         "limit_seconds": limits,
         "fraction_of_limit": statistics.median(limit / s for limit, s in zip(limits, seconds, strict=True)),
+        **({} if split is None else {"parts": split}),
     }
 
 
@@ -125,6 +172,8 @@ def main(argv: list[str]) -> int:
         f"compiled in {result['compile_seconds']:.1f} s, {100 * result['fraction_of_limit']:.0f} % of the limit "
         f"at {result['matmul_gflops']:.0f} GFLOP/s"
     )
+    for name, part in result.get("parts", {}).items():
+        print(f"  {name:7}{part['seconds']:.3f} s, the machine's rates allow {part['limit_seconds']:.3f} s")
     if args.json:
         print(json.dumps(result))
     return 0

@@ -1,0 +1,28 @@
+"""`bench sft` on a tiny model: what is counted, and the parts of a step."""
+
+import json
+import math
+
+import pytest
+from safetensors.numpy import load_file
+
+from jaxtrl.bench import sft
+
+
+def test_steps_and_their_parts(model, data, capsys, monkeypatch):
+    monkeypatch.setattr(sft, "matmul_rate", lambda dtype: 1e9)
+    monkeypatch.setattr(sft, "copy_rate", lambda: 1e6)
+    argv = ["--model", model, "--data", data, "--batch", "1", "--steps", "3", "--max_length", "256"]
+    assert sft.main([*argv, "--pad_to_multiple_of", "fixed:256", "--parts", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (len(result["seconds"]), result["programs"]) == (3, 1)
+    assert all(0 < tokens <= 256 for tokens in result["tokens"])
+    assert result["tokens_per_second"] == pytest.approx(sum(result["tokens"][1:]) / sum(result["seconds"][1:]))
+    parts = result["parts"]
+    assert sum(part["seconds"] for part in parts.values()) == pytest.approx(result["seconds"][-1])
+    products = parts["head"]["limit_seconds"] + parts["layers"]["limit_seconds"]
+    assert products == pytest.approx(result["limit_seconds"][-1])
+    weights = sum(math.prod(tensor.shape) for tensor in load_file(f"{model}/model.safetensors").values())
+    assert parts["update"]["limit_seconds"] == pytest.approx(8 * 4 * weights / 1e6)
+    assert parts["head"]["seconds"] > 0
+    assert parts["update"]["seconds"] > 0
