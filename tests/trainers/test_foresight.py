@@ -193,7 +193,7 @@ def test_a_longer_resumed_run_keeps_the_shapes_of_the_run(make_trainer):
     assert set(longer.programs.foreseen) == {(p.kind, p.shape) for p in longer.programs.compiled}
     alone = make_trainer("alone", **options, max_steps=8)
     alone._begin(None)
-    alone._end()
+    alone._end(is_complete=True)
     assert alone._batches["train"].shapes != first._batches["train"].shapes
 
 
@@ -233,7 +233,7 @@ def test_many_programs_are_said_with_a_hint(make_trainer, capsys):
         per_device_train_batch_size=1, pad_to_multiple_of=128, max_length=None, trainer={"train_dataset": rows}
     )
     trainer._begin(None)
-    trainer._end()
+    trainer._end(is_complete=True)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("programs"))
     assert "16 train; 9.9 % padding in training" in line
     assert "max_programs" in line
