@@ -2,8 +2,8 @@
 
 import os
 
-# Most of the suite's time is LLVM's. Optimised code is run by tests that start processes of their own, and in .ci/run by
-# the comparisons with torch.
+# Most of the time of the suite is LLVM's. Optimised code is run by tests that start processes of their own, and in
+# .ci/run by the comparisons with torch.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

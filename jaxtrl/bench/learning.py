@@ -64,21 +64,30 @@ def run(args: argparse.Namespace, more: list[str], folder: Path) -> dict[str, An
     flags = [f"--compile_cache={args.compile_cache}", *more]
     if args.negate:
         flags.append(f"--reward_funcs={__name__}.{negated_exact_match.__name__}")
-    runs = []
+    runs, curves = [], []
     for seed in range(FIRST_SEED, FIRST_SEED + args.seeds):
-        runs.append({"seed": seed, **measure(folder / f"seed_{seed}", model, [f"--seed={seed}", *flags], args)})
+        measured, curve = measure(folder / f"seed_{seed}", model, [f"--seed={seed}", *flags], args)
+        runs.append({"seed": seed, **measured})
+        curves.append(curve)
         print(
             "  ".join(f"{name} {value:.3f}" if name != "seed" else f"seed {value}" for name, value in runs[-1].items())
         )
     result["runs"] = runs
     for name in MEASURES:
-        values = [one[name] for one in runs]
-        result[name] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+        result[name] = spread([one[name] for one in runs])
+    result["curve"] = {step: spread([curve[step] for curve in curves]) for step in curves[0]}
     return {**result, "load": os.getloadavg()[0]}
 
 
-def measure(folder: Path, model: Path, flags: list[str], args: argparse.Namespace) -> dict[str, float]:
-    """One run of the job in a process of its own, which finds its tiny model trained."""
+def spread(values: list[float]) -> dict[str, float]:
+    """Mean and standard deviation."""
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def measure(
+    folder: Path, model: Path, flags: list[str], args: argparse.Namespace
+) -> tuple[dict[str, float], dict[int, float]]:
+    """One run of the job in a process of its own, which finds its tiny model trained, and its reward at each log."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / TINY_SFT).exists():
         (folder / TINY_SFT).symlink_to(model, target_is_directory=True)
@@ -89,12 +98,18 @@ def measure(folder: Path, model: Path, flags: list[str], args: argparse.Namespac
     if done.returncode:
         raise ValueError(f"{' '.join(command[1:])} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {**rewards(lines, args.window, -1.0 if args.negate else 1.0), "seconds": seconds}
+    sign = -1.0 if args.negate else 1.0
+    return {**rewards(lines, args.window, sign), "seconds": seconds}, curve(lines, sign)
+
+
+def curve(lines: list[dict[str, Any]], sign: float) -> dict[int, float]:
+    """The reward of training by step, as `metrics.jsonl` says it."""
+    return {line["step"]: sign * line["reward"] for line in lines if "reward" in line}
 
 
 def rewards(lines: list[dict[str, Any]], window: int, sign: float) -> dict[str, float]:
     """What `metrics.jsonl` says of the first and last `window` steps and of the first and last evaluation."""
-    trained = {line["step"]: sign * line["reward"] for line in lines if "reward" in line}
+    trained = curve(lines, sign)
     held_out = [sign * line["eval_reward"] for line in lines if "eval_reward" in line]
     if not trained or not held_out or min(trained) > window:
         raise ValueError("the run logs no reward within --window steps, or none of an evaluation: leave these on")

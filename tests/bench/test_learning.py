@@ -58,4 +58,6 @@ lines = [{{name: -seed * value if "reward" in name else value for name, value in
     assert [one["seed"] for one in result["runs"]] == [42, 43]
     assert [one["gain"] for one in result["runs"]] == pytest.approx([0.4 * 42, 0.4 * 43])
     assert result["held_out_after"]["mean"] == pytest.approx(0.25 * 42.5)
+    assert result["curve"]["40"]["mean"] == pytest.approx(0.9 * 42.5)
+    assert result["curve"]["40"]["std"] == pytest.approx(0.9 * 0.5**0.5)
     assert result["negated"]
