@@ -340,8 +340,7 @@ def save_pretrained(
     `dtype=None` keeps that of the parameters. `source` is a checkpoint folder or hub id whose tokenizer and generation
     config are carried along. Above `max_shard_size` (Transformers' default) the weights become shards with an index.
     Weight files that an earlier save left in `path` are replaced. Of several processes that have parts of the model all
-    call this, and process 0 writes. Raises ValueError for parameters that do not fit the
-    config.
+    call this, and process 0 writes. Raises ValueError for parameters that do not fit the config.
     """
     config, params = (model.config, model_params(model)) if isinstance(model, Qwen3) else model
     check_params(config, params)

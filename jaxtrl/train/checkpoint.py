@@ -100,14 +100,14 @@ class CheckpointWriter:
         CheckpointError where the disk has no room for it.
         """
         self.wait()
+        self._handler.own_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
+        self._handler.own_files |= files or {}
         path = self.path(step)
         if is_main():
             self._check_room(step, state)
             if path.exists():
                 _remove(path)
         wait_for_all("room for a checkpoint")
-        self._handler.own_files = {f"{name}.json": _to_bytes(value) for name, value in metadata.items()}
-        self._handler.own_files |= files or {}
         self._keep = keep
         self._steps = [*(s for s in self._steps if s != step), step]
         items = {item: ocp.args.StandardSave(tree) for item, tree in _items(_flat(state)).items()}

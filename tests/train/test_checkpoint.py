@@ -210,10 +210,13 @@ def test_missing_and_damaged_checkpoints_are_named(tmp_path):
 
 
 def test_values_that_are_not_json_fail_in_the_call(tmp_path):
+    """Before a checkpoint of that step is replaced."""
+    path = write(tmp_path, make_state(), 1)
     writer = CheckpointWriter(tmp_path)
     with pytest.raises(TypeError, match="not JSON serializable"):
         writer.save(1, make_state(), {"x": np.float32(1)})
     writer.close()
+    assert find_checkpoints(tmp_path) == [path]
 
 
 def test_limit_must_be_positive(tmp_path):
