@@ -1,6 +1,6 @@
 """Attention of packed rows, forward and backward, beside torch's scaled_dot_product_attention and the matmul limit.
 
-    python scripts/bench_attention.py [--documents 4 --length 512 --block_size 128 --dtype float32 --repeats 20]
+    python scripts/bench_attention.py [--documents 4 --length 512 --dtype float32 --repeats 20]
 
 8 query and 4 key/value heads of 64. Both take turns in one process; medians and minima in ms. torch is optional: it
 gets the documents as a batch of causal sequences (a packed row without its packing), its best case. The limit counts
@@ -20,7 +20,7 @@ import numpy as np
 from jaxtrl.hardware.machine import matmul_rate
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.model.attention import attend
-from jaxtrl.rows.blocks import block_tables, needed_blocks, visited_blocks
+from jaxtrl.rows.blocks import block_tables, choose_block_size, needed_blocks, visited_blocks
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 
@@ -61,11 +61,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--length", type=int, default=512, help="tokens of a document")
-    parser.add_argument("--block_size", type=int, default=128)
+    parser.add_argument("--block_size", type=int, help="default: the trainer's choice for these documents")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     keep_freed_memory()
+    lengths = np.full(args.documents, args.length)
+    args.block_size = args.block_size or choose_block_size(lengths, lengths.sum(), jax.default_backend())
     run, visible, visited = jax_pass(args.documents, args.length, args.block_size, args.dtype)
     passes = {"jaxtrl": run}
     if importlib.util.find_spec("torch"):
@@ -87,11 +89,8 @@ def main() -> None:
         ratios = [a / b for a, b in zip(times["jaxtrl"], times["torch"], strict=True)]
         print(f"jaxtrl / torch: median of the pairs {statistics.median(ratios):.2f}")
     own = statistics.median(times["jaxtrl"])
-    print(
-        f"needed blocks at {rate / 1e9:.0f} GFLOP/s: {limit:.1f} ms, jaxtrl takes {own / limit:.2f} times that; ",
-        end="",
-    )
-    print(f"visited {visited} of {needed} needed blocks")
+    print(f"needed blocks of {args.block_size} at {rate / 1e9:.0f} GFLOP/s: {limit:.1f} ms, ", end="")
+    print(f"jaxtrl takes {own / limit:.2f} times that; visited {visited} of {needed} needed blocks")
 
 
 if __name__ == "__main__":

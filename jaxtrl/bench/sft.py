@@ -1,11 +1,13 @@
 """`python -m jaxtrl.bench sft`: SFT steps on real rows, timed one by one, beside the counted matmul limit.
 
 Rows are taken in file order, `batch` a step, each truncated to `max_length`; every program is compiled before the first
-timed step. The first step is left out of `tokens_per_second`, as in the baselines. `--parts` times the head's loss and
-gradient and the optimizer's update alone as well, each beside what bounds it; the layers are what is left of the step.
+timed step. The first step is left out of `tokens_per_second` (as in the baselines) and of `fraction_of_limit`.
+`--parts` times the head's loss and gradient and the optimizer's update alone as well, each beside what bounds it; the
+layers are what is left of the step.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -132,10 +134,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if shape not in programs:
             programs[shape] = step.fused.lower(state, batch).compile()
     compile_seconds = time.perf_counter() - start
-    seconds, tokens, losses, limits, rates = [], [], [], [], []
+    seconds, tokens, losses, counted = [], [], [], []
+    rates = [matmul_rate(DTYPES[args.dtype])]
     for batch, count in data:
-        # Before every step: what the machine gives drifts within seconds.
-        rates.append(matmul_rate(DTYPES[args.dtype]))
         start = time.perf_counter()
         state, metrics = programs[tuple(x.shape for x in jax.tree.leaves(batch))](state, batch)
         state, metrics = jax.block_until_ready((state, metrics))
@@ -144,22 +145,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         tokens.append(count)
         pairs = visited_blocks(jax.tree.map(lambda x: x[0], batch.tables)) * DEFAULT_BLOCK_SIZE**2
         flops = train_flops(config, batch.input_ids.shape[1], pairs, batch.slot_index.shape[1], remat=remat)
-        limits.append(flops.total / rates[-1])
+        counted.append(flops.total)
+        rates.append(matmul_rate(DTYPES[args.dtype]))
+    # A step's limit is at the rates just before and after it: what the machine gives drifts within seconds.
+    limits = [n / statistics.harmonic_mean(pair) for n, pair in zip(counted, itertools.pairwise(rates), strict=True)]
+    timed = slice(1 if len(seconds) > 1 else 0, None)
     slots = data[-1][0].slot_index.shape[1]
     split = parts(step, state, seconds[-1], flops, slots, DTYPES[args.dtype]) if args.parts else None
     return {
         "system": "jaxtrl",
         "dtype": args.dtype,
-        "tokens_per_second": sum(tokens[1:]) / sum(seconds[1:]) if len(tokens) > 1 else tokens[0] / seconds[0],
+        "tokens_per_second": sum(tokens[timed]) / sum(seconds[timed]),
         "seconds": seconds,
         "tokens": tokens,
         "losses": losses,
         "peak_rss_gib": peak_rss_gib(),
         "compile_seconds": compile_seconds,
         "programs": len(programs),
-        "matmul_gflops": statistics.median(rates) / 1e9,
+        "matmul_gflops": statistics.harmonic_mean(rates) / 1e9,
         "limit_seconds": limits,
-        "fraction_of_limit": statistics.median(limit / s for limit, s in zip(limits, seconds, strict=True)),
+        "fraction_of_limit": sum(limits[timed]) / sum(seconds[timed]),
         **({} if split is None else {"parts": split}),
     }
 
