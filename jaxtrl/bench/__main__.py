@@ -3,6 +3,7 @@
 import sys
 
 from jaxtrl.bench import asynchronous, combined, generate, grpo, learning, scaling, sft, shapes, tree
+from jaxtrl.trainers.command import run_command
 
 BENCHES = {
     "sft": sft.main,
@@ -23,7 +24,9 @@ def main() -> int:
         usage = f"usage: python -m jaxtrl.bench {{{','.join(BENCHES)}}} [--help]"
         print(usage, file=sys.stderr if wrong else sys.stdout)
         return 2 if wrong else 0
-    return BENCHES[sys.argv[1]](sys.argv[2:])
+    name, *argv = sys.argv[1:]
+    codes: list[int] = []
+    return run_command(f"python -m jaxtrl.bench {name}", lambda: codes.append(BENCHES[name](argv))) or codes[0]
 
 
 if __name__ == "__main__":

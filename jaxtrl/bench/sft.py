@@ -22,6 +22,7 @@ from jaxtrl.hardware.machine import copy_rate, matmul_rate, peak_rss_gib
 from jaxtrl.hardware.memory import keep_freed_memory
 from jaxtrl.model.hf import load_pretrained
 from jaxtrl.model.qwen3 import model_params
+from jaxtrl.model.sharding import place
 from jaxtrl.rows.batch import RowBatch, Sample, concat_rows, make_batch
 from jaxtrl.rows.blocks import DEFAULT_BLOCK_SIZE, visited_blocks
 from jaxtrl.rows.ladder import ShapeSet
@@ -30,6 +31,7 @@ from jaxtrl.rows.sources import load_source
 from jaxtrl.rows.tokenize import TokenizeOptions, tokenize_dataset
 from jaxtrl.train.flops import Flops, train_flops
 from jaxtrl.train.head import score
+from jaxtrl.train.mesh import make_mesh, param_shardings, place_rows, shards_of
 from jaxtrl.train.optimizer import make_optimizer
 from jaxtrl.train.state import TrainState
 from jaxtrl.train.step import TrainStep, make_sft_step, skip_lanes
@@ -47,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dtype", choices=DTYPES, default="float32", help="compute dtype (default float32)")
     out.add_argument(
         "--gradient_checkpointing", choices=("true", "false"), default="true", help="default true, as in TRL"
+    )
+    out.add_argument(
+        "--tensor",
+        type=int,
+        default=1,
+        help="devices that share each row (default 1); on a CPU, JAX_NUM_CPU_DEVICES=N makes N",
     )
     out.add_argument("--compile_effort", choices=("low", "high"), default="low", help="high: unrolled layers")
     out.add_argument("--pad_to_multiple_of", default="none", help="shape set: none (default), auto, K, optimal:K")
@@ -114,7 +122,13 @@ def parts(step: TrainStep, state: TrainState, seconds: float, flops: Flops, slot
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Time `steps` optimizer steps; the keys of the result are those of the last line under `--json`."""
+    """Time `steps` optimizer steps; the keys of the result are those of the last line under `--json`.
+
+    Raises ValueError for `parts` with several devices, and for a number of them that the machine or the model refuses.
+    """
+    if args.parts and args.tensor > 1:
+        raise ValueError("--parts measures one device: leave out --parts or --tensor")
+    mesh = make_mesh(data=1, tensor=args.tensor) if args.tensor > 1 else None
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     model = load_pretrained(args.model)
@@ -122,11 +136,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     remat = "full" if args.gradient_checkpointing == "true" else "matmuls"
     # TRL's defaults: AdamW, linear schedule from 2e-5, clipping at 1.
     optimizer = make_optimizer(2e-5, args.steps, max_grad_norm=1.0)
-    data = batches(args)
-    state = TrainState.create(model_params(model), optimizer)
-    del model
+    data = [(place_rows(batch, mesh), count) for batch, count in batches(args)]
+    shards_of(mesh).check(config)
+    params = model_params(model)
+    state = TrainState.create(params if mesh is None else place(params, param_shardings(params, mesh)), optimizer)
+    del model, params
     unroll = config.num_hidden_layers if args.compile_effort == "high" else 1
-    step = make_sft_step(config, optimizer, dtype=DTYPES[args.dtype], remat=remat, unroll=unroll)
+    step = make_sft_step(config, optimizer, mesh, dtype=DTYPES[args.dtype], remat=remat, unroll=unroll)
     start = time.perf_counter()
     programs: dict[Any, Any] = {}
     for batch, _ in data:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import sys
 
 import pytest
 from safetensors.numpy import load_file
 
 from jaxtrl.bench import sft
+from jaxtrl.bench.__main__ import main as bench
 
 
 def test_steps_and_their_parts(model, data, capsys, monkeypatch):
@@ -26,3 +28,20 @@ def test_steps_and_their_parts(model, data, capsys, monkeypatch):
     assert parts["update"]["limit_seconds"] == pytest.approx(8 * 4 * weights / 1e6)
     assert parts["head"]["seconds"] > 0
     assert parts["update"]["seconds"] > 0
+
+
+def test_devices_that_share_each_row_change_no_loss(model, data, capsys):
+    argv = ["--model", model, "--data", data, "--batch", "1", "--steps", "2", "--max_length", "256", "--json"]
+    losses = []
+    for tensor in ("1", "2"):
+        assert sft.main([*argv, "--pad_to_multiple_of", "fixed:256", "--tensor", tensor]) == 0
+        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_wrong_input_is_one_sentence(model, data, capsys, monkeypatch):
+    argv = ["bench", "sft", "--model", model, "--data", data, "--parts", "--tensor", "2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert bench() == 1
+    sentence = "--parts measures one device: leave out --parts or --tensor"
+    assert capsys.readouterr().err == f"python -m jaxtrl.bench sft: error: {sentence}\n"
