@@ -126,9 +126,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises ValueError for `parts` with several devices, and for a number of them that the machine or the model refuses.
     """
-    if args.parts and args.tensor > 1:
+    if args.parts and args.tensor != 1:
         raise ValueError("--parts measures one device: leave out --parts or --tensor")
-    mesh = make_mesh(data=1, tensor=args.tensor) if args.tensor > 1 else None
+    mesh = None if args.tensor == 1 else make_mesh(data=1, tensor=args.tensor)
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     model = load_pretrained(args.model)

@@ -39,9 +39,14 @@ def test_devices_that_share_each_row_change_no_loss(model, data, capsys):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_wrong_input_is_one_sentence(model, data, capsys, monkeypatch):
-    argv = ["bench", "sft", "--model", model, "--data", data, "--parts", "--tensor", "2"]
-    monkeypatch.setattr(sys, "argv", argv)
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--parts", "--tensor", "2"], "--parts measures one device: leave out --parts or --tensor"),
+        (["--tensor", "0"], "mesh axis tensor is 0: give a size of at least 1"),
+    ],
+)
+def test_wrong_input_is_one_sentence(model, data, capsys, monkeypatch, flags, sentence):
+    monkeypatch.setattr(sys, "argv", ["bench", "sft", "--model", model, "--data", data, *flags])
     assert bench() == 1
-    sentence = "--parts measures one device: leave out --parts or --tensor"
     assert capsys.readouterr().err == f"python -m jaxtrl.bench sft: error: {sentence}\n"
